@@ -1,0 +1,1 @@
+"""What runs where, and how many: the contract between processes and the control plane."""

@@ -1,0 +1,108 @@
+"""Who is alive: from hellos, heartbeats and a clock. Pure.
+
+A member is alive, then suspect (no heartbeat for `suspect_after_s`), then gone (`gone_after_s`). A member that is busy
+and whose engine loop makes no progress is gone as well: its heartbeats come from another thread and prove nothing.
+Deadlines count only time in which this process itself was running: after a stall of our own nobody is declared dead.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .config import LivenessSpec
+from .protocol.identity import WorkerId
+from .protocol.messages import Heartbeat, Hello, Load
+
+MemberState = Literal["alive", "suspect"]
+
+
+@dataclass
+class Member:
+    worker: WorkerId
+    hello: Hello
+    joined_s: float
+    last_seen_s: float
+    last_progress_s: float
+    progress: int = -1
+    load: Load | None = None
+    state: MemberState = "alive"
+
+
+@dataclass(frozen=True)
+class Joined:
+    member: Member
+
+
+@dataclass(frozen=True)
+class Gone:
+    worker: WorkerId
+    reason: str
+
+
+class Membership:
+    def __init__(self, liveness: LivenessSpec) -> None:
+        self._liveness = liveness
+        self._members: dict[WorkerId, Member] = {}
+        self._last_tick_s: float | None = None
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def get(self, worker: WorkerId) -> Member | None:
+        return self._members.get(worker)
+
+    def mismatch(self, hello: Hello) -> str | None:
+        """Return why a worker does not fit the members present (I7), naming both values; None when it does."""
+        present = next((m.hello.identity for m in self._members.values()), None)
+        if present is None or present == hello.identity:
+            return None
+        ours, theirs = present.model_dump(), hello.identity.model_dump()
+        different = [f"{name} {theirs[name]!r} where the cluster has {ours[name]!r}" for name in ours]
+        return "; ".join(line for line, name in zip(different, ours, strict=True) if ours[name] != theirs[name])
+
+    def join(self, worker: WorkerId, hello: Hello, now: float) -> list[Joined | Gone]:
+        """Admit a worker that fits. An older incarnation of the same name is thereby gone."""
+        if worker in self._members:
+            return []  # said twice
+        older = [m.worker for m in self._members.values() if m.worker.name == worker.name]
+        gone: list[Joined | Gone] = [self.leave(w, "replaced by a new process") for w in older]
+        member = Member(worker, hello, now, now, now)
+        self._members[worker] = member
+        return [*gone, Joined(member)]
+
+    def heartbeat(self, worker: WorkerId, beat: Heartbeat, now: float) -> bool:
+        """Account for a heartbeat; False when nobody of that name and incarnation has joined."""
+        member = self._members.get(worker)
+        if member is None:
+            return False
+        member.last_seen_s, member.load, member.state = now, beat.load, "alive"
+        if beat.progress != member.progress or not beat.is_busy:
+            member.progress, member.last_progress_s = beat.progress, now
+        return True
+
+    def leave(self, worker: WorkerId, reason: str) -> Gone:
+        del self._members[worker]
+        return Gone(worker, reason)
+
+    def tick(self, now: float) -> list[Gone]:
+        """Return who is gone since the last call; call it every heartbeat interval or more often."""
+        self._forgive_own_stall(now)
+        gone: list[Gone] = []
+        for member in list(self._members.values()):
+            silent_s = now - member.last_seen_s
+            stalled_s = now - member.last_progress_s
+            if silent_s >= self._liveness.gone_after_s:
+                gone.append(self.leave(member.worker, f"no heartbeat for {silent_s:.1f} s"))
+            elif stalled_s >= self._liveness.stalled_after_s:
+                gone.append(self.leave(member.worker, f"busy without progress for {stalled_s:.1f} s"))
+            elif silent_s >= self._liveness.suspect_after_s:
+                member.state = "suspect"
+        return gone
+
+    def _forgive_own_stall(self, now: float) -> None:
+        stalled_s = now - (now if self._last_tick_s is None else self._last_tick_s)
+        self._last_tick_s = now
+        if stalled_s > self._liveness.suspect_after_s / 2:
+            for member in self._members.values():
+                member.last_seen_s = min(now, member.last_seen_s + stalled_s)
+                member.last_progress_s = min(now, member.last_progress_s + stalled_s)

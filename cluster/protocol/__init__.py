@@ -1,0 +1,1 @@
+"""Every message between processes, and how it is coded, addressed and carried."""

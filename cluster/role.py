@@ -1,0 +1,90 @@
+"""What every role program has in common: its flags, its log lines, and that it dies with its parent.
+
+    python -m twinpool.router          --spec S --model-folder M --control ADDRESS --admin-socket PATH [--parent-fd N]
+    python -m twinpool.prefill_worker  --spec S --model-folder M --control ADDRESS --name prompt-0 --run-folder D …
+    python -m twinpool.decode_worker   --spec S --model-folder M --control ADDRESS --name completion-0 --run-folder D …
+
+The launcher and Helm start the same lines. Exit codes: 0 stopped, 2 wrong configuration, 3 refused by the router.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import ClusterSpec, load_spec
+from .log_lines import set_up_logging
+from .protocol.errors import ConfigError, TwinpoolError
+
+EXIT_CONFIG = 2
+EXIT_REFUSED = 3
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RoleArguments:
+    spec: ClusterSpec
+    model_folder: Path
+    control: str
+    name: str
+    run_folder: Path
+    admin_socket: Path | None
+
+
+def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArguments:
+    """Read the flags, start the parent watch, set up logging. Raises ConfigError for a bad spec or folder."""
+    parser = argparse.ArgumentParser(prog=f"python -m twinpool.{program}", description=f"Twinpool's {program} process.")
+    parser.add_argument("--spec", type=Path, required=True, help="cluster spec, YAML or JSON")
+    parser.add_argument("--model-folder", type=Path, required=True, help="local Hugging Face folder")
+    parser.add_argument("--control", required=True, help="ZMQ address of the router's control socket")
+    parser.add_argument("--name", default=program, help="stable name of this process, e.g. prompt-0")
+    parser.add_argument("--run-folder", type=Path, default=Path("."), help="folder for this run's ipc sockets")
+    parser.add_argument("--admin-socket", type=Path, help="router only: unix socket of the admin endpoint")
+    parser.add_argument("--parent-fd", type=int, help="inherited pipe; this process exits when it closes")
+    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    given = parser.parse_args(argv)
+    set_up_logging(given.name, given.log_level, "text")
+    if given.parent_fd is not None:
+        exit_with_parent(given.parent_fd)
+    spec = load_spec(given.spec)
+    set_up_logging(given.name, given.log_level, spec.log_format)
+    if not given.model_folder.is_dir():
+        raise ConfigError(
+            f"--model-folder {given.model_folder} is not a folder", hint="python -m twinpool.engine.fetch"
+        )
+    return RoleArguments(spec, given.model_folder, given.control, given.name, given.run_folder, given.admin_socket)
+
+
+def exit_with_parent(parent_fd: int) -> None:
+    """End this process within a second of its parent's death, however the parent died.
+
+    The inherited pipe closes with the parent; PDEATHSIG is the second line, for a parent that was stopped in fork.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def watch() -> None:
+        os.read(parent_fd, 1)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def run_role(main: Callable[[], int]) -> None:
+    """Run a role's main; a TwinpoolError becomes one line and an exit code, never a traceback."""
+    try:
+        code = main()
+    except ConfigError as error:
+        logging.getLogger("twinpool").error("%s", error)
+        code = EXIT_CONFIG
+    except TwinpoolError as error:
+        logging.getLogger("twinpool").error("%s", error)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""The COMPLETION process: decode only, KV received under a grant."""

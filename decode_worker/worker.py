@@ -1,0 +1,116 @@
+"""The COMPLETION process: a plain loop around decode_worker.core, one engine, and the receiving end of the KV.
+
+One turn: take what came (router, frames), expire what is overdue, run one decode step, report its tokens.
+Frames are copied into the cache between steps, by the loop itself: their generation is checked right before the copy.
+"""
+
+import logging
+import os
+import time
+
+import zmq
+
+from ..cluster.role import RoleArguments
+from ..engine.control import Control
+from ..engine.loading import hello
+from ..engine.sequence import Engine, ScheduledRow
+from ..engine.timing import run_pass
+from ..kvtransfer.zmq_channel import Received, ZmqReceiver
+from .core import CompletionCommand, CompletionCore, CompletionLimits, ToRouter, ToSender, WriteKV
+
+log = logging.getLogger(__name__)
+
+MAX_FRAMES_A_TURN = 16  # so that a burst of KV never holds up the running streams for long
+
+
+class CompletionWorker:
+    def __init__(self, arguments: RoleArguments, engine: Engine) -> None:
+        spec = arguments.spec
+        self._engine = engine
+        self._core = CompletionCore(
+            CompletionLimits(
+                block_size=engine.block_size,
+                num_blocks=engine.num_blocks,
+                max_model_len=engine.max_model_len,
+                max_num_batched_tokens=spec.completion.engine.max_num_batched_tokens,
+                max_num_seqs=spec.completion.engine.max_num_seqs,
+                credit_bytes=spec.transfer.credit_bytes,
+                lease_s=spec.liveness.lease_s,
+            ),
+            engine.layout,
+        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        ipc_path = arguments.run_folder / f"{arguments.name}-{os.getpid()}.kv"
+        self._receiver = ZmqReceiver(self._context, ipc_path, spec.transfer.max_frame_bytes)
+        self._ipc_path = ipc_path
+        greeting = hello(engine, spec.completion.engine, "COMPLETION", self._receiver.addresses)
+        self._control = Control(arguments, self._context, greeting, self._core.load())
+
+    def run(self) -> int:
+        """Serve until SIGTERM or refusal; return the exit code."""
+        was_busy = False
+        while self._control.exit_code is None:
+            self._control.wait(was_busy, self._core.deadline(), self._receiver.socket)
+            self._take_messages()
+            has_more_frames = self._take_frames()
+            self._execute(self._core.tick(time.monotonic()), None)
+            rows, commands = self._core.schedule()
+            self._execute(commands, None)
+            is_busy = bool(rows) or self._core.probe.is_active
+            self._control.turned(self._core.load(), is_busy)
+            if rows:
+                self._step(rows)
+            elif self._core.probe.is_active:
+                run_pass(self._core.probe, self._engine, self._control)
+            was_busy = is_busy or has_more_frames
+        self._close()
+        return self._control.exit_code
+
+    def _take_messages(self) -> None:
+        for message in self._control.messages():
+            now = time.monotonic()
+            self._execute(self._core.reset(now) if message is None else self._core.on_router(message, now), None)
+
+    def _take_frames(self) -> bool:
+        """Handle a bounded number of data messages; True when there may be more."""
+        for _ in range(MAX_FRAMES_A_TURN):
+            received = self._receiver.receive()
+            if received is None:
+                return False
+            now = time.monotonic()
+            commands = self._core.on_data(received.message, received.payload.nbytes, received.is_intact, now)
+            self._execute(commands, received)
+        return True
+
+    def _step(self, rows: list[ScheduledRow]) -> None:
+        try:
+            output = self._engine.step(rows, lambda _: self._control.moved())
+        except Exception as error:
+            log.exception("a decode step failed")
+            reason = f"decode failed: {type(error).__name__}"
+            self._execute(self._core.failed(rows, reason, time.monotonic()), None)
+            return
+        now = time.monotonic()
+        for i, reason in output.failures.items():
+            self._execute(self._core.failed([rows[i]], reason, now, is_retryable=False), None)
+        rows, output = output.without_failures(rows)
+        self._execute(self._core.completed(rows, output.sampled, now), None)
+
+    def _execute(self, commands: list[CompletionCommand], received: Received | None) -> None:
+        """Carry out `commands`; `received` is the data message that they answer."""
+        for command in commands:
+            match command:
+                case ToRouter():
+                    self._control.send(command.message)
+                case WriteKV():
+                    assert received is not None
+                    self._engine.scatter(command.block_table, command.layers, command.tokens, received.payload)
+                case ToSender():
+                    assert received is not None
+                    self._receiver.reply(received.peer, command.message)
+
+    def _close(self) -> None:
+        self._receiver.close()
+        self._control.close()
+        self._context.term()
+        self._ipc_path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""One model process, whatever its role: model, KV cache, schedulers, sampler."""

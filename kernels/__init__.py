@@ -1,0 +1,1 @@
+"""Attention and block copies, each beside its torch reference. Imports nothing of ours."""

@@ -1,0 +1,1 @@
+"""Moving KV blocks between two caches. Knows neither engines nor workers."""

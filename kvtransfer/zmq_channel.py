@@ -1,0 +1,159 @@
+"""The data channel over ZMQ: a COMPLETION worker's ROUTER that PROMPT workers' DEALERs connect to.
+
+One ordered connection a pair; always two parts, header and payload. Same-host peers use ipc, others tcp. Large payloads
+are lent to ZMQ, not copied (pyzmq does so from 64 KiB on): every payload is a fresh buffer, so nobody writes into it.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from ..cluster.protocol.errors import ConfigError, ProtocolError
+from .frames import (
+    FROM_RECEIVER,
+    FROM_SENDER,
+    MAX_HEADER_BYTES,
+    DataMessage,
+    KVFrame,
+    checksum,
+    decode_header,
+    encode_header,
+)
+
+log = logging.getLogger(__name__)
+
+HIGH_WATER_MESSAGES = 64
+
+
+@dataclass(frozen=True)
+class Received:
+    peer: bytes
+    message: DataMessage
+    payload: memoryview
+    is_intact: bool  # the payload has the checksum that the header names
+
+
+class ZmqReceiver:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], ipc_path: Path, max_frame_bytes: int, tcp_host: str = "127.0.0.1"
+    ) -> None:
+        """Bind both addresses. Raises ConfigError when the ipc path is no good."""
+        self.num_malformed = 0
+        self.socket = context.socket(zmq.ROUTER)
+        _set_common_options(self.socket, max_frame_bytes)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+        try:
+            self.socket.bind(f"ipc://{ipc_path}")
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise ConfigError(
+                f"cannot open the data socket {ipc_path}: {error}",
+                hint="--run-folder must be a folder that can be written, with a path well below 100 characters",
+            ) from error
+        port = self.socket.bind_to_random_port(f"tcp://{tcp_host}")
+        self.addresses = (f"ipc://{ipc_path}", f"tcp://{tcp_host}:{port}")
+
+    def receive(self) -> Received | None:
+        """Return the next well-formed message, or None when there is none now."""
+        while True:
+            try:
+                parts = self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            received = self._parse(parts)
+            if received is not None:
+                return received
+            self.num_malformed += 1
+
+    def reply(self, peer: bytes, message: DataMessage) -> None:
+        """Answer `peer`; one that is gone or does not read is not waited for: its lease will run out."""
+        try:
+            self.socket.send_multipart([peer, encode_header(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.info("%s not sent: %s", type(message).__name__, error)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+    @staticmethod
+    def _parse(parts: Sequence[zmq.Frame]) -> Received | None:
+        if len(parts) != 3:
+            log.warning("dropped a data message of %d parts", len(parts))
+            return None
+        peer, header, payload = parts
+        try:
+            message = decode_header(header.buffer, FROM_SENDER)
+        except ProtocolError as error:
+            log.warning("dropped a data message: %s", error)
+            return None
+        is_intact = isinstance(message, KVFrame) and checksum(payload.buffer) == message.checksum
+        return Received(peer.bytes, message, payload.buffer, is_intact)
+
+
+class ZmqSender:
+    """One connection to one COMPLETION worker; used by one thread. Raises ConnectionError."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        addresses: Sequence[str],
+        max_frame_bytes: int,
+        send_timeout_s: float,
+    ) -> None:
+        self.address = choose_address(addresses)
+        self.socket = context.socket(zmq.DEALER)
+        _set_common_options(self.socket, max_frame_bytes)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self.socket.setsockopt(zmq.SNDTIMEO, int(send_timeout_s * 1000))
+        try:
+            self.socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConnectionError(f"cannot connect to {self.address}: {error}") from error
+
+    def send(self, message: DataMessage, payload: memoryview | bytes = b"") -> None:
+        """Send a header and its payload. Raises TimeoutError when the peer takes nothing for `send_timeout_s`."""
+        try:
+            self.socket.send(encode_header(message), flags=zmq.SNDMORE)
+            self.socket.send(payload, copy=False)
+        except zmq.Again as error:
+            raise TimeoutError(f"{self.address} takes no data") from error
+
+    def receive(self) -> DataMessage | None:
+        """Return the next well-formed reply, or None when there is none now."""
+        while True:
+            try:
+                header = self.socket.recv(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                return decode_header(header, FROM_RECEIVER)
+            except ProtocolError as error:
+                log.warning("dropped a reply: %s", error)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+def choose_address(addresses: Sequence[str]) -> str:
+    """Return the ipc address when its socket exists on this machine, else the tcp one. Raises ConnectionError."""
+    for address in addresses:
+        if address.startswith("ipc://") and Path(address.removeprefix("ipc://")).exists():
+            return address
+    for address in addresses:
+        if address.startswith("tcp://"):
+            return address
+    raise ConnectionError(f"there is no way to the peer among its addresses {list(addresses)}")
+
+
+def _set_common_options(socket: zmq.Socket[bytes], max_frame_bytes: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + max_frame_bytes // 4 + MAX_HEADER_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)

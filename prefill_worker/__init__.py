@@ -1,0 +1,1 @@
+"""The PROMPT process: prefill only, KV streamed out layer by layer."""

@@ -1,0 +1,1 @@
+"""The OpenAI dialect: request bodies, error bodies, chat templates, incremental text."""

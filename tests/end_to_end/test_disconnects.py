@@ -1,0 +1,212 @@
+"""Clients that leave, stall or wait, and workers that die under a stream: nothing is kept, nobody is left hanging."""
+
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from live_cluster import LiveCluster, is_idle, wait_until
+from twinpool.engine.fake import expected_tokens
+
+VOCAB_SIZE = 260
+NUM_BLOCKS, BLOCK_SIZE = 64, 32
+FIELDS: dict[str, Any] = {"ignore_eos": True, "seed": 1, "stream": True, "return_token_ids": True}
+LONG_PROMPT = [7] * 4000  # 250 chunks of the slow PROMPT worker: it would compute for 50 s
+
+
+def pool(**engine: Any) -> dict[str, Any]:
+    return {"engine": {"kind": "fake", "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, **engine}}
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_llama: Path) -> Iterator[LiveCluster]:
+    """One fake worker a pool."""
+    with LiveCluster(tiny_llama, {"prompt": pool(), "completion": pool(fake_seconds_per_row=0.0005)}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slow_prefill(tiny_llama: Path) -> Iterator[LiveCluster]:
+    """Prompts take 0.2 s for 16 tokens; the router notices and says soon that a worker is dead."""
+    spec = {
+        "prompt": pool(num_blocks=256, max_num_batched_tokens=16, fake_seconds_per_row=0.2),
+        "completion": pool(num_blocks=256, fake_seconds_per_row=0.02),
+        "router": {"keep_alive_s": 0.1, "no_worker_grace_s": 0.5},
+        "liveness": {"heartbeat_s": 0.2, "suspect_after_s": 1.0, "gone_after_s": 1.5},
+    }
+    with LiveCluster(tiny_llama, spec) as cluster:
+        yield cluster
+
+
+def send(cluster: LiveCluster, prompt: list[int], max_tokens: int, receive_bytes: int | None = None) -> socket.socket:
+    """Send a streamed completion; return the connection without reading from it."""
+    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, **FIELDS}).encode()
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    return connection
+
+
+def has_stopped(cluster: LiveCluster) -> bool:
+    return is_idle(cluster.status())
+
+
+def check_capacity(cluster: LiveCluster) -> None:
+    """As many requests as the blocks hold at once, each with its only right answer."""
+    num_tokens = 3 * BLOCK_SIZE
+    prompts = [[9 + number, *range(4, 4 + BLOCK_SIZE - 1)] for number in range(NUM_BLOCKS // 4)]
+
+    def ask(prompt: list[int]) -> list[int]:
+        fields = {**FIELDS, "stream": False, "max_tokens": num_tokens}
+        return cluster.complete(prompt, **fields)["choices"][0]["token_ids"]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(ask, prompts))
+    assert answers == [expected_tokens(prompt, num_tokens, VOCAB_SIZE, seed=1) for prompt in prompts]
+
+
+def leave_at_the_hand_off(cluster: LiveCluster, number: int) -> None:
+    """Hang up once the PROMPT worker's token is there, while the COMPLETION worker takes over."""
+    with send(cluster, [4 + number % 250] * 100, 50) as connection:
+        data = b""
+        while b"data: " not in data:
+            data += connection.recv(65536)
+
+
+def leave_at_random(cluster: LiveCluster, number: int) -> None:
+    """Hang up after 0 to 200 ms, wherever the request is then."""
+    with send(cluster, [4 + number % 250] * 100, 50):
+        time.sleep(random.Random(number).uniform(0.0, 0.2))
+
+
+@pytest.mark.parametrize("leave", [leave_at_the_hand_off, leave_at_random])
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.slow)])
+def test_clients_that_leave_cost_no_capacity_and_disturb_nobody(cluster: LiveCluster, leave: Any, count: int) -> None:
+    """Others are answered right meanwhile, and afterwards every block is there."""
+    prompt = list(range(4, 50))
+    with ThreadPoolExecutor(8) as threads:
+        leaving = [threads.submit(leave, cluster, number) for number in range(count)]
+        chunks = list(cluster.stream(prompt, max_tokens=100, **{k: v for k, v in FIELDS.items() if k != "stream"}))
+        for future in leaving:
+            future.result(timeout=60)
+    token_ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+    assert token_ids == expected_tokens(prompt, 100, VOCAB_SIZE, seed=1)
+    cluster.wait_idle()
+    check_capacity(cluster)
+
+
+def test_a_client_that_leaves_during_prefill_stops_it(slow_prefill: LiveCluster) -> None:
+    """Closed before the first byte: both workers are idle long before the prompt could have been computed."""
+    with send(slow_prefill, LONG_PROMPT, 5):
+        wait_until(lambda: slow_prefill.status()["running"], 10, "a request that runs")
+        wait_until(lambda: not has_stopped(slow_prefill), 10, "a worker that computes")
+    slow_prefill.wait_idle(5)
+
+
+def test_silence_is_filled_for_the_openai_client(slow_prefill: LiveCluster) -> None:
+    """A prefill of many keep-alive periods: the official client sees chunks alone, a raw reader data and comments."""
+    prompt = LONG_PROMPT[:60]
+    with openai.OpenAI(base_url=f"{slow_prefill.url}/v1", api_key="-", max_retries=0, timeout=30) as client:
+        stream = client.completions.create(
+            model=slow_prefill.model, prompt=prompt, max_tokens=3, seed=1, stream=True, extra_body={"ignore_eos": True}
+        )
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    with send(slow_prefill, prompt, 3) as connection:
+        data = b""
+        while b"data: [DONE]\n\n" not in data:
+            data += connection.recv(65536)
+    lines = [line for line in data.partition(b"\r\n\r\n")[2].split(b"\n") if line.startswith((b":", b"data:"))]
+    assert lines.count(b": keep-alive") >= 3
+    assert not [line for line in data.split(b"\n") if line.startswith((b"id:", b"event:", b"retry:"))]
+
+
+@pytest.mark.parametrize(("victim", "stream"), [("prompt-0", True), ("completion-0", False)])
+def test_a_pool_that_dies_during_prefill_ends_the_request(slow_prefill: LiveCluster, victim: str, stream: bool) -> None:
+    """Nobody is left to try: an error in seconds, and the other side keeps nothing of it."""
+    with ThreadPoolExecutor(1) as threads:
+        body = {"prompt": LONG_PROMPT, "stream": stream}
+        future = threads.submit(slow_prefill.client.post, "/v1/completions", json=body)
+        wait_until(lambda: slow_prefill.status()["running"], 10, "a request that runs")
+        wait_until(lambda: not has_stopped(slow_prefill), 10, "a worker that computes")
+        slow_prefill.kill(victim)
+        response = future.result(timeout=20)
+    if stream:  # open already, for the keep-alives
+        *_, error, done = [line for line in response.text.split("\n") if line.startswith("data: ")]
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "no_worker"
+    else:
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "no_worker"
+    wait_until(lambda: has_stopped(slow_prefill), 10, "the other worker at rest")
+    slow_prefill.start(victim)
+    slow_prefill.wait_ready()
+
+
+def test_a_completion_pool_that_dies_in_mid_stream_ends_it_well_formed(slow_prefill: LiveCluster) -> None:
+    """At the tenth token: an error event, [DONE], the end of the body, and no finish reason."""
+    with send(slow_prefill, [5, 6, 7], 2000) as connection:
+        data = b""
+        while data.count(b"data: ") < 10:
+            data += connection.recv(65536)
+        slow_prefill.kill("completion-0")
+        while not data.endswith(b"\r\n0\r\n\r\n"):
+            received = connection.recv(65536)
+            assert received, data[-500:]
+            data += received
+    *chunks, error, done = [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: ")]
+    assert done == b"[DONE]"
+    assert json.loads(error)["error"]["code"] == "no_worker"
+    assert all(json.loads(chunk)["choices"][0]["finish_reason"] is None for chunk in chunks)
+    slow_prefill.start("completion-0")
+    slow_prefill.wait_ready()
+
+
+def resident_bytes(cluster: LiveCluster) -> int:
+    fields = Path(f"/proc/{cluster.processes['router'].pid}/status").read_text().split()
+    return int(fields[fields.index("VmRSS:") + 1]) * 1024
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_clients_that_never_read_are_cut_off(tiny_llama: Path, count: int) -> None:
+    """Their requests end, their blocks are free, the router's memory stays bounded; a reader beside them is served."""
+    spec = {
+        "served_model_name": "m" * 512,  # every chunk names it, so that few of them fill the buffers
+        "prompt": pool(num_blocks=256),
+        "completion": pool(num_blocks=7000, max_num_seqs=64, fake_seconds_per_row=0.0005),
+        "router": {"slow_reader_s": 1.0},
+    }
+    with LiveCluster(tiny_llama, spec) as cluster:
+        cluster.complete([5, 6], max_tokens=5)
+        before_bytes = resident_bytes(cluster)
+        connections = [send(cluster, [4 + i, 5, 6], 4000, receive_bytes=4096) for i in range(count)]
+        wait_until(lambda: cluster.status()["running"] == count, 20, "all streams run")
+        *_, last = cluster.stream([5, 6], max_tokens=5, ignore_eos=True)
+        assert last["choices"][0]["finish_reason"] == "length"
+        wait_until(lambda: cluster.status()["running"] == 0, 40, "all streams cut off")
+        cluster.wait_idle()
+        assert resident_bytes(cluster) - before_bytes < count * 500_000
+        log = (cluster.folder / "router.log").read_text()
+        assert log.count("has read nothing for") == count
+        for connection in connections:
+            with connection:
+                assert b"[DONE]" not in read_what_is_left(connection)
+
+
+def read_what_is_left(connection: socket.socket) -> bytes:
+    data = b""
+    try:
+        while received := connection.recv(65536):
+            data += received
+    except ConnectionResetError:
+        pass
+    return data

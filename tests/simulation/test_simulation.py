@@ -1,0 +1,83 @@
+"""The cluster's cores under seeded faults: answers are right or an error, and in time."""
+
+import os
+
+import pytest
+from simulated_cluster import Cluster
+from simulated_network import Faults
+from twinpool.router.generation import Finished, GenerationFailed
+
+SEEDS_A_TEST = 50
+NUM_SEEDS = 500
+NUM_PARTS = 20
+SLOW_SEEDS = int(os.environ.get("TWINPOOL_SEEDS", "1000"))
+
+
+def run_seeds(first: int, number: int) -> None:
+    for seed in range(first, first + number):
+        try:
+            Cluster(seed).run()
+        except Exception as error:
+            error.add_note(f"replay with simulated_cluster.Cluster({seed}).run()")
+            raise
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_A_TEST))
+def test_invariants_hold_under_faults(first: int) -> None:
+    """I1, I2, I3, I4 and I6 hold after every event, for every seed; everything comes home at the end."""
+    run_seeds(first, SEEDS_A_TEST)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_invariants_hold_for_many_more_seeds(part: int) -> None:
+    """The same, for as many further seeds as TWINPOOL_SEEDS says, in parts for several processes."""
+    first, end = (NUM_SEEDS + SLOW_SEEDS * edge // NUM_PARTS for edge in (part, part + 1))
+    run_seeds(first, end - first)
+
+
+def test_without_faults_every_request_finishes_at_the_first_attempt() -> None:
+    """A quiet network is the control: no failure, no retry, no dropped frame."""
+    cluster = Cluster(1, Faults())
+    cluster.run()
+    events = [client.terminal for client in cluster.clients.values() if not client.is_gone]
+    assert events
+    assert all(isinstance(event, Finished) and event.timeline.num_attempts == 1 for event in events)
+    assert sum(worker.core.receiver.num_dropped_frames for worker in cluster.completions) == 0
+
+
+def test_the_simulation_reaches_what_it_is_meant_to_test() -> None:
+    """Over some seeds: attempts are lost and repeated, sequences preempted, frames dropped, time runs out."""
+    clusters = [Cluster(seed) for seed in range(60)]
+    for cluster in clusters:
+        cluster.run()
+    timelines = [
+        c.terminal.timeline for cl in clusters for c in cl.clients.values() if isinstance(c.terminal, Finished)
+    ]
+    assert sum(timeline.num_attempts > 1 for timeline in timelines) >= 10
+    assert sum(timeline.num_preemptions > 0 for timeline in timelines) >= 5
+    assert sum(worker.core.receiver.num_dropped_frames for cl in clusters for worker in cl.completions) >= 10
+    failures = [c.terminal for cl in clusters for c in cl.clients.values() if isinstance(c.terminal, GenerationFailed)]
+    assert sum(failure.code == "timeout" for failure in failures) >= 100
+    assert all(timeline.return_s >= 0 for timeline in timelines), "I5: the stages exceed the TTFT"
+
+
+def test_a_seed_replays_exactly() -> None:
+    """The same seed gives the same run, event for event."""
+
+    def outcome(seed: int) -> list[tuple[str, list[int], object]]:
+        cluster = Cluster(seed)
+        cluster.run()
+        return [(key, client.tokens, client.terminal) for key, client in cluster.clients.items()]
+
+    assert outcome(7) == outcome(7)
+
+
+def test_a_request_that_ends_at_its_first_token_is_no_failure() -> None:
+    """Regression: the receiver took the sender's Cancelled for a failure when it overtook the router's FirstToken."""
+    for seed in range(10):
+        cluster = Cluster(seed, Faults(max_delay_s=0.2), num_requests=24)
+        cluster.run()
+        ended = [c.terminal for c in cluster.clients.values() if c.request.sampling.max_tokens == 1 and not c.is_gone]
+        assert all(isinstance(event, Finished) and event.timeline.num_attempts == 1 for event in ended)

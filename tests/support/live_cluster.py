@@ -1,0 +1,201 @@
+"""A real cluster of real processes on loopback, without Ray: what end-to-end tests and benchmarks drive.
+
+`LiveCluster` starts the role programs as the launcher does, waits until they are ready, and at the end asserts what
+must hold after every run: all blocks free or cached, nothing running, every process ended by itself.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from twinpool.cluster.config import ClusterSpec
+
+MODULES = {"router": "router", "prompt": "prefill_worker", "completion": "decode_worker"}
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Return `condition`'s first true value; fails naming `what` when there is none in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"not within {timeout_s:g} s: {what}")
+
+
+class LiveCluster:
+    def __init__(self, model_folder: Path, spec: dict[str, Any]) -> None:
+        self.model_folder = model_folder
+        self.folder = Path(tempfile.mkdtemp(prefix="twinpool-"))  # short: it holds ipc sockets
+        port = _free_port()
+        self.spec = ClusterSpec.model_validate({**spec, "router": {**spec.get("router", {}), "port": port}})
+        (self.folder / "spec.json").write_text(self.spec.model_dump_json())
+        self.url = f"http://127.0.0.1:{port}"
+        self.model = self.spec.model_name
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.client = httpx.Client(base_url=self.url, timeout=600.0)  # a slow suite computes for minutes
+        self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(self.folder / "admin.sock")))
+
+    @property
+    def names(self) -> list[str]:
+        prompts = [f"prompt-{i}" for i in range(self.spec.prompt.num_workers)]
+        return ["router", *prompts, *(f"completion-{i}" for i in range(self.spec.completion.num_workers))]
+
+    def __enter__(self) -> "LiveCluster":
+        for name in self.names:
+            self.start(name)
+        try:
+            self.wait_ready()
+        except BaseException:
+            sys.stderr.write(self.logs())
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self.processes["router"].poll() is None:
+                self.wait_idle()
+        finally:
+            if kind is not None:
+                sys.stderr.write(self.logs())
+            codes = self.close()
+        assert kind is not None or set(codes.values()) == {0}, f"exit codes {codes}"
+
+    def start(self, name: str) -> None:
+        module = MODULES[name.split("-")[0]]
+        arguments = [
+            *("--spec", str(self.folder / "spec.json"), "--model-folder", str(self.model_folder)),
+            *("--control", f"ipc://{self.folder}/control.sock", "--run-folder", str(self.folder), "--name", name),
+            *(("--admin-socket", str(self.folder / "admin.sock")) if name == "router" else ()),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            command = [sys.executable, "-m", f"twinpool.{module}", *arguments]
+            self.processes[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=self.folder
+            )
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal; after SIGKILL the process is reaped."""
+        self.processes[name].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[name].wait(10)
+
+    def status(self) -> dict[str, Any]:
+        return self._admin.get("http://admin/status").raise_for_status().json()
+
+    def worker(self, name: str) -> dict[str, Any] | None:
+        """Return the router's view of one worker, or None when it is not there."""
+        return next((worker for worker in self.status()["workers"] if worker["name"] == name), None)
+
+    def wait_ready(self, timeout_s: float = 100.0) -> None:
+        wait_until(lambda: self.is_ready() and self._has_all_workers(), timeout_s, "ready")
+
+    def wait_idle(self, timeout_s: float = 20.0) -> None:
+        """Wait until nothing runs and every block is free or cached on every worker, in heartbeats newer than now."""
+        began_s = time.monotonic()
+
+        def is_idle_since_then() -> bool:
+            status = self.status()
+            oldest_s = max((worker["last_heartbeat_s"] for worker in status["workers"]), default=0.0)
+            return is_idle(status) and time.monotonic() - oldest_s > began_s
+
+        wait_until(is_idle_since_then, timeout_s, f"idle: {json.dumps(self.status(), indent=1)}")
+
+    def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+        """Send one completion, not streamed; return the body. Fails for any status but 200."""
+        response = self.client.post("/v1/completions", json={"model": self.model, "prompt": prompt, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, prompt: str | list[int], **fields: Any) -> Iterator[dict[str, Any]]:
+        """Send one streamed completion; yield its chunks up to [DONE]."""
+        body = {"model": self.model, "prompt": prompt, "stream": True, **fields}
+        with (
+            httpx.Client(base_url=self.url, timeout=120.0) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def close(self) -> dict[str, int]:
+        """Stop everything and remove the folder; return the exit codes."""
+        codes = self.stop()
+        self.client.close()
+        self._admin.close()
+        shutil.rmtree(self.folder)
+        return codes
+
+    def logs(self) -> str:
+        return "".join(f"--- {path.name}\n{path.read_text()[-3000:]}\n" for path in sorted(self.folder.glob("*.log")))
+
+    def stop(self) -> dict[str, int]:
+        """End every process by SIGTERM, the router first; return the exit codes. One that does not end is killed."""
+        self._ask_to_end(["router"])
+        if "router" in self.processes:
+            _reap(self.processes["router"])
+        self._ask_to_end(self.names[1:])
+        return {name: _reap(process) for name, process in self.processes.items()}
+
+    def _ask_to_end(self, names: list[str]) -> None:
+        for name in names:
+            if name in self.processes and self.processes[name].poll() is None:
+                self.processes[name].send_signal(signal.SIGCONT)
+                self.processes[name].send_signal(signal.SIGTERM)
+
+    def is_listening(self) -> bool:
+        try:
+            return self.client.get("/health/live").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def is_ready(self) -> bool:
+        dead = [name for name, process in self.processes.items() if process.poll() is not None]
+        assert not dead, f"{dead} ended\n{self.logs()}"
+        return self.is_listening() and self.client.get("/health/ready").status_code == 200
+
+    def _has_all_workers(self) -> bool:
+        workers = [worker for worker in self.status()["workers"] if worker["load"] is not None]
+        return len(workers) == len(self.names) - 1
+
+
+def is_idle(status: dict[str, Any]) -> bool:
+    loads = [worker["load"] for worker in status["workers"]]
+    at_rest = all(
+        load is not None
+        and load["num_free_blocks"] + load["num_cached_blocks"] == load["num_blocks"]
+        and load["num_sequences"] == load["num_transfers"] == load["num_queued_tokens"] == 0
+        for load in loads
+    )
+    return at_rest and status["queued"] == 0 and status["running"] == 0
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+        return -signal.SIGKILL
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,286 @@
+"""A whole cluster in one thread and on one simulated clock: the real cores, a simulated network, seeded faults.
+
+Everything random comes from one seed, so a failing seed replays exactly. After every event the invariants are checked:
+I1 (block ownership) and I2 (generations) on the worker it touched, I3 (one terminal event) for every request, I6
+(nothing waits without a deadline). `Cluster.run` checks at the end that every request ended and every block came home.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from simulated_network import Faults, Simulation
+from simulated_workers import LEASE_S, SimulatedCompletionWorker, SimulatedPromptWorker, SimulatedWorker
+from twinpool.cluster.config import ClusterSpec, LivenessSpec, RouterSpec
+from twinpool.cluster.protocol.identity import WorkerId
+from twinpool.cluster.protocol.messages import (
+    PROBE_ATTEMPT,
+    GrantRequest,
+    Message,
+    Prefill,
+    SampledToken,
+    SamplingParams,
+)
+from twinpool.engine.fake import expected_scores, expected_tokens
+from twinpool.router.core import CoreCommand, RouterCore
+from twinpool.router.generation import Caller, Finished, GenerationEvent, GenerationRequest, PromptScored, TokensSent
+from twinpool.router.lifecycle import Emit, Send
+from twinpool.router.probes import PassesQuestion, ProbeEnded, ProbeResult, TransferQuestion
+
+SPEC = ClusterSpec(
+    router=RouterSpec(request_timeout_s=60.0, max_attempts=6, no_worker_grace_s=10.0),
+    liveness=LivenessSpec(lease_s=LEASE_S, stalled_after_s=8.0),
+)
+
+
+@dataclass
+class Client:
+    """One request as its client sees it."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    scores: list[SampledToken] = field(default_factory=list)
+    terminal: GenerationEvent | None = None
+    is_gone: bool = False  # it hung up, or the router died under it
+    submitted_s: float = 0.0
+    needs_tokens: int | None = None  # it reads no further
+
+    @property
+    def has_enough(self) -> bool:
+        return self.needs_tokens is not None and len(self.tokens) >= self.needs_tokens
+
+
+@dataclass
+class AskedProbe:
+    """One probe as whoever asked for it sees it."""
+
+    question: PassesQuestion | TransferQuestion
+    asked_s: float
+    result: ProbeResult | None = None
+    is_gone: bool = False  # nobody waits any more, or the router died under it
+
+
+class Cluster:
+    """One router, two PROMPT and two COMPLETION workers, some clients."""
+
+    def __init__(self, seed: int, faults: Faults | None = None, num_requests: int = 16, num_probes: int = 0) -> None:
+        rng = random.Random(seed ^ 0x5EED)
+        self.sim = Simulation(seed, faults or Faults.random(rng))
+        self.num_prompt_blocks = rng.choice([24, 64])
+        self.num_completion_blocks = rng.choice([18, 20, 64])
+        self._terms = random.Random(seed ^ 0x7E2A)
+        self.num_router_lives = 0
+        self.router_is_alive = False
+        self.clients: dict[str, Client] = {}
+        self.probes: dict[str, AskedProbe] = {}
+        self.touched: set[SimulatedWorker] = set()  # whose state this event may have changed
+        self._start_router()
+        self.prompts = [SimulatedPromptWorker(self, f"prompt-{i}") for i in range(2)]
+        self.completions = [SimulatedCompletionWorker(self, f"completion-{i}") for i in range(2)]
+        self._plan_requests(num_requests)
+        self._plan_faults()
+        self._plan_probes(num_probes)
+
+    @property
+    def workers(self) -> list[SimulatedWorker]:
+        return [*self.prompts, *self.completions]
+
+    def completion_of(self, worker_id: str) -> SimulatedCompletionWorker:
+        return next(w for w in self.completions if w.name == WorkerId.parse(worker_id).name)
+
+    def run(self) -> None:
+        """Run until every fault is over and everything has had time to settle; check as we go and at the end."""
+        self.sim.run(self.sim.healed_s + 70.0, self._check)
+        self._check_settled()
+
+    def router_gets(self, worker: WorkerId, message: Message) -> None:
+        if self.router_is_alive:
+            self._execute(self.router.on_message(worker, message, self.sim.now))
+
+    def _start_router(self) -> None:
+        self.num_router_lives += 1
+        self.router_is_alive = True
+        self.router = RouterCore(SPEC, f"router-{self.num_router_lives}")
+        self._tick_router(self.num_router_lives)
+
+    def _tick_router(self, life: int) -> None:
+        if self.router_is_alive and life == self.num_router_lives:
+            self._execute(self.router.tick(self.sim.now))
+            self.sim.at(self.sim.now + 0.1, lambda: self._tick_router(life))
+
+    def _crash_router(self) -> None:
+        self.router_is_alive = False
+        for client in self.clients.values():
+            client.is_gone = client.is_gone or client.terminal is None
+        for probe in self.probes.values():
+            probe.is_gone = probe.is_gone or probe.result is None
+        self.sim.at(self.sim.now + 2 * self.sim.rng.random(), self._start_router)
+
+    def _execute(self, commands: Sequence[CoreCommand]) -> None:
+        for command in commands:
+            match command:
+                case Send():
+                    self._check_spared(command)
+                    self._check_wanted(command.message)
+                    worker = next(w for w in self.workers if w.name == command.worker.name)
+                    deliver = lambda w=worker, c=command: w.router_says(c.worker, c.message)  # noqa: E731
+                    self.sim.send("router", worker.name, deliver)
+                case Emit():
+                    self._client_gets(self.clients[command.request_id], command.event)
+                case ProbeEnded():
+                    probe = self.probes[command.probe_id]
+                    assert probe.result is None, "a probe ends once"
+                    probe.result = command.result
+
+    def _check_spared(self, command: Send) -> None:
+        message = command.message
+        is_request = isinstance(message, GrantRequest | Prefill) and message.attempt != PROBE_ATTEMPT
+        assert not (is_request and command.worker in self.router.probes.workers), "a request for a worker under probe"
+
+    def _check_wanted(self, message: Message) -> None:
+        """Nothing is begun, or goes on elsewhere, that has ended or whose time has passed."""
+        if not isinstance(message, GrantRequest | Prefill) or message.attempt == PROBE_ATTEMPT:
+            return
+        client = self.clients[message.request_id]
+        assert client.terminal is None, "begun after its end"
+        assert not client.is_gone, "begun after its client had left"
+        left_s = min(client.request.timeout_s or 60.0, 60.0) - (self.sim.now - client.submitted_s)
+        assert message.remaining_ms is not None, "a request without a deadline"
+        assert 0.0 < left_s <= message.remaining_ms / 1000 <= left_s + 0.0011, (
+            "begun too late, or with a wrong deadline"
+        )
+
+    def _client_gets(self, client: Client, event: GenerationEvent) -> None:
+        assert client.terminal is None, "I3: an event after the terminal one"
+        if isinstance(event, PromptScored):
+            assert event.position == len(client.scores) + 1, "scores out of order, or one of them twice"
+            assert not client.tokens, "scores behind a token"
+            client.scores += event.tokens
+        elif isinstance(event, TokensSent):
+            assert event.position == len(client.tokens), "tokens out of order, or one of them twice"
+            client.tokens += [token.token for token in event.tokens]
+            if client.has_enough:
+                self.sim.at(self.sim.now, lambda: self._stop_reading(client))
+        else:
+            client.terminal = event
+
+    def _plan_requests(self, num_requests: int) -> None:
+        rng = self.sim.rng
+        for number in range(num_requests):
+            length, max_tokens = rng.choice([1, 3, 8, 20, 45]), rng.choice([1, 2, 5, 12, 40])
+            wishes: dict[str, Any] = {"scores_prompt": True, "num_logprobs": 2} if number % 3 == 0 else {}
+            sampling = SamplingParams(max_tokens=max_tokens, seed=number, **wishes)
+            prompt = tuple(rng.randrange(256) for _ in range(length))
+            request = self._on_terms(GenerationRequest(f"request-{number}", prompt, sampling))
+            at_s = 1.0 + rng.random() * rng.choice([0.1, 5.0, 15.0])
+            self.sim.at(at_s, lambda r=request: self._submit(r))
+            if rng.random() < 0.15:
+                self.sim.at(at_s + rng.random(), lambda r=request: self._hang_up(r.request_id))
+
+    def _on_terms(self, request: GenerationRequest) -> GenerationRequest:
+        """Give it a caller, a priority, and perhaps little time."""
+        rng = self._terms
+        caller, priority = Caller(rng.choice(["", "a", "b"]), rng.choice([1.0, 3.0])), rng.choice([0, 0, 1])
+        timeout_s = rng.choice([None, None, 0.05, 0.5, 3.0]) if self.sim.faults.have_deadlines else None
+        return replace(request, caller=caller, priority=priority, timeout_s=timeout_s)
+
+    def _submit(self, request: GenerationRequest) -> None:
+        if not self.router_is_alive:
+            return
+        needs_tokens = 3 if request.sampling.seed % 5 == 4 else None
+        self.clients[request.request_id] = Client(request, submitted_s=self.sim.now, needs_tokens=needs_tokens)
+        self._execute(self.router.submit(request, self.sim.now))
+
+    def _hang_up(self, request_id: str) -> None:
+        client = self.clients.get(request_id)
+        if client is not None and client.terminal is None and not client.is_gone:
+            client.is_gone = True
+            self._execute(self.router.cancel(request_id, self.sim.now))
+
+    def _stop_reading(self, client: Client) -> None:
+        """Its text holds a stop string: the router ends it for the reader, unless something else did meanwhile."""
+        if self.router_is_alive and client.terminal is None and not client.is_gone:
+            self._execute(self.router.finish(client.request.request_id, self.sim.now))
+            assert isinstance(client.terminal, Finished), "an answer that was enough did not end well"
+
+    def _plan_probes(self, num_probes: int) -> None:
+        """Ask for passes and transfers at random times; some do not wait for the result."""
+        rng = self.sim.rng
+        for number in range(num_probes):
+            at_s, limit_s = 0.5 + rng.random() * 25, rng.choice([0.05, 1.0, 5.0])
+            question: PassesQuestion | TransferQuestion
+            if rng.random() < 0.5:
+                name = rng.choice([worker.name for worker in self.workers])
+                rows = rng.choice([((0, 7),), ((9, 1),) * 4, ((4, 3), (8, 1), (0, 1))])
+                question = PassesQuestion(worker=name, rows=rows, num_repeats=rng.choice([1, 30]), limit_s=limit_s)
+            else:
+                prompt, completion = rng.choice(self.prompts).name, rng.choice(self.completions).name
+                num_tokens = rng.choice([1, 30, 75])
+                question = TransferQuestion(
+                    prompt=prompt, completion=completion, num_tokens=num_tokens, limit_s=limit_s
+                )
+            self.sim.at(at_s, lambda n=number, q=question: self._ask_probe(f"probe-{n}", q))
+            if rng.random() < 0.2:
+                self.sim.at(at_s + rng.random() * 0.1, lambda n=number: self._drop_probe(f"probe-{n}"))
+
+    def _ask_probe(self, probe_id: str, question: PassesQuestion | TransferQuestion) -> None:
+        if self.router_is_alive:
+            self.probes[probe_id] = AskedProbe(question, self.sim.now)
+            self._execute(self.router.probe(probe_id, question, self.sim.now))
+
+    def _drop_probe(self, probe_id: str) -> None:
+        probe = self.probes.get(probe_id)
+        if probe is not None and probe.result is None and not probe.is_gone:
+            probe.is_gone = True
+            self._execute(self.router.cancel_probe(probe_id))
+
+    def _plan_faults(self) -> None:
+        rng, faults, sim = self.sim.rng, self.sim.faults, self.sim
+        for _ in range(faults.num_crashes):
+            victim, says_goodbye = rng.choice(self.workers), rng.random() < 0.3
+            at_s = 1.0 + rng.random() * 16
+            sim.at(at_s, lambda w=victim, g=says_goodbye: w.crash(g) if w.is_alive else None)
+        for _ in range(faults.num_pauses):
+            worker, pause_s = rng.choice(self.workers), rng.choice([0.5, 2.5, 6.0])
+            sim.at(1.0 + rng.random() * 12, lambda w=worker, p=pause_s: setattr(w, "paused_until_s", sim.now + p))
+        names = ["router", *(worker.name for worker in self.workers)]
+        for _ in range(faults.num_partitions):
+            a, b = rng.sample(names, 2)
+            duration_s = rng.choice([0.2, 2.0, 6.0])
+            sim.at(1.0 + rng.random() * 12, lambda a=a, b=b, d=duration_s: sim.cut(a, b, d))
+        for _ in range(faults.num_router_crashes):
+            sim.at(2.0 + rng.random() * 10, self._crash_router)
+
+    def _check(self) -> None:
+        if self.router_is_alive:
+            self.router.dispatcher.check()
+        while self.touched:
+            self.touched.pop().check()
+        for client in self.clients.values():
+            limit_s = min(client.request.timeout_s or 60.0, SPEC.router.request_timeout_s) + 1.0
+            is_open = client.terminal is None and not client.is_gone
+            assert not is_open or self.sim.now - client.submitted_s <= limit_s, "I3: a request outlived its deadline"
+        for probe in self.probes.values():
+            limit_s = probe.question.limit_s + LEASE_S + 1.0
+            is_open = probe.result is None and not probe.is_gone
+            assert not is_open or self.sim.now - probe.asked_s <= limit_s, "I6: a probe outlived its deadline"
+
+    def _check_settled(self) -> None:
+        for client in self.clients.values():
+            request = client.request
+            assert client.terminal is not None or client.is_gone, f"I3: {request.request_id} never ended"
+            right = expected_tokens(request.token_ids, request.sampling.max_tokens, seed=request.sampling.seed)
+            assert client.tokens == right[: len(client.tokens)], f"I4: {request.request_id} got wrong tokens"
+            is_whole = client.tokens == right or client.has_enough
+            assert not isinstance(client.terminal, Finished) or is_whole, "I4: an answer cut short"
+            scores = expected_scores(request.token_ids, 2) if request.sampling.scores_prompt else []
+            assert client.scores == scores[: len(client.scores)], f"I4: {request.request_id} got wrong scores"
+            assert not client.tokens or client.scores == scores, "a token before the last score"
+        assert not self.router.probes.workers, "a worker is spared for a probe that has ended"
+        for worker in self.workers:
+            assert not worker.core.probe.is_active, "a probe that nobody waits for still runs"
+            assert worker.is_alive, "every crashed worker came back"
+            assert worker.core.pool.num_free == worker.core.pool.num_blocks, f"I1: {worker.name} keeps blocks"
+        for prompt in self.prompts:
+            assert not any(len(sender.core) for sender in prompt.senders.values()), "a transfer never closed"

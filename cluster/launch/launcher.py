@@ -26,6 +26,7 @@ from .pools import Pools
 from .roles import POOLS, Programs, RunPaths
 from .router_view import RouterView
 from .run_state import RunFolder, RunState
+from .stop_request import StopRequest
 
 STARTING_TICK_S = 0.1
 TICK_S = 1.0
@@ -56,8 +57,9 @@ class Launcher:
         self._spec: ClusterSpec = load_spec(options.spec_file)
         self._folder = RunFolder(self._spec.name)
         self._started_s = time.monotonic()
-        self._stop = threading.Event()
-        self._hurry = threading.Event()  # running requests are not waited for
+        self._stop = StopRequest()
+        self._hurry = StopRequest()  # running requests are not waited for
+        self._exit_code = 0
         self._stop_grace_s = options.stop_grace_s
         self._is_ready = False
         self._pools: Pools | None = None
@@ -73,16 +75,14 @@ class Launcher:
         threading.Thread(target=self._read_starter, name="starter", daemon=True).start()
         try:
             self._serve()
-            return 0
         except TwinpoolError as error:
-            logger.error("%s", error)
-            self._emit(Event(kind="failed", message=error.message, hint=error.hint))
-            return 1
+            self._fail(error)
         finally:
             ray_session.disconnect()
             control.close()
             self._folder.clean_up()
             self._emit(Event(kind="stopped", elapsed_s=self._elapsed_s()))
+        return self._exit_code
 
     def _serve(self) -> None:
         self._connect_ray()
@@ -97,10 +97,19 @@ class Launcher:
             self._await_ready(pools)
             while not self._stop.wait(TICK_S):
                 pools.tick()
+        except TwinpoolError as error:
+            self._fail(error)  # said before the end, which takes its time
+            if not self._is_ready:
+                self._hurry.set()
         finally:
             pools.stop_all(self._stop_grace_s, self._hurry.is_set)
             router.close()
             lifeline.close()
+
+    def _fail(self, error: TwinpoolError) -> None:
+        logger.error("%s", error)
+        self._exit_code = 1
+        self._emit(Event(kind="failed", message=error.message, hint=error.hint))
 
     def _connect_ray(self) -> None:
         options = self._options

@@ -117,7 +117,7 @@ class Pools:
             pass
         elif is_hurried():
             with self._lock:
-                stopping = self._processes.ask_to_stop(names, grace_s)  # a second signal ends the router at once
+                stopping = self._processes.ask_to_stop(names, DRAIN_MARGIN_S)  # a second signal ends it at once
             wait_stopped(stopping, DRAIN_MARGIN_S)
         else:
             wait_stopped(stopping, CLOSED_S)

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from twinpool.cluster.launch.stop_request import StopRequest
 from twinpool.cluster.role import RoleArguments, parse_role_arguments
 
 given: RoleArguments = parse_role_arguments("router")
@@ -77,7 +78,7 @@ class AdminServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
 
 
-stopped = threading.Event()
+stopped = StopRequest()
 num_asked = 0
 
 

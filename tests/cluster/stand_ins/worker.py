@@ -8,11 +8,11 @@ import json
 import os
 import signal
 import sys
-import threading
 
+from twinpool.cluster.launch.stop_request import StopRequest
 from twinpool.cluster.role import parse_role_arguments
 
-stopped = threading.Event()
+stopped = StopRequest()
 signal.signal(signal.SIGTERM, lambda *_: stopped.set())
 given = parse_role_arguments("worker")
 sys.stderr.write(f"{given.name} threads {os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")

@@ -6,11 +6,10 @@ loop.
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import cast
 
 import zmq
-import zmq.asyncio
 
 from ..cluster.protocol.codec import FROM_WORKER, MAX_BODY_BYTES, decode, encode
 from ..cluster.protocol.errors import ConfigError, ProtocolError, VersionError
@@ -21,10 +20,7 @@ from ..cluster.protocol.messages import Message, Refused
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FromWorkerMessage:
-    worker: WorkerId
-    message: Message
+Deliver = Callable[[WorkerId, Message], None]
 
 
 class RouterLink:
@@ -36,7 +32,10 @@ class RouterLink:
                 hint="other machines may connect only with keys, which this version does not have",
             )
         self.num_malformed = 0
-        self._context = zmq.asyncio.Context()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deliver: Deliver | None = None
+        self._is_due = False  # a look at the socket is scheduled
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -50,39 +49,63 @@ class RouterLink:
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot bind the control socket {address}: {error}") from error
 
-    async def receive(self) -> FromWorkerMessage:
-        """Return the next well-formed message; between two of them everything else gets a turn."""
-        while True:
-            await asyncio.sleep(0)  # a message that is there already would be taken without one
-            identity, *frames = await self._socket.recv_multipart()
-            try:
-                worker = WorkerId.parse(identity.decode().removesuffix(HEARTBEAT_SUFFIX))
-            except ValueError as error:
-                self._count_malformed(identity, error)
-                continue
-            try:
-                return FromWorkerMessage(worker, decode(frames, FROM_WORKER))
-            except ProtocolError as error:
-                self._count_malformed(identity, error)
-                if isinstance(error, VersionError):
-                    self.send(worker, Refused(reason=f"this worker speaks {error}"))
+    def listen(self, deliver: Deliver) -> None:
+        """From now on hand each well-formed message to `deliver`, on the running event loop."""
+        self._loop, self._deliver = asyncio.get_running_loop(), deliver
+        self._loop.add_reader(self._socket.FD, self._look_soon)
+        self._look_soon()  # at what came before
 
     def send(self, worker: WorkerId, message: Message) -> None:
         """Hand `message` to ZMQ, at once. A worker that is not connected is no error here: membership will notice."""
-        # The asyncio socket's own send, which never waits: sending by its plain socket would take the one signal that
-        # ZMQ gives for a message that has just arrived, and whoever waits in `receive` would sleep on.
-        frames = [str(worker).encode(), *encode(message)]
-        sent = cast(asyncio.Future[None], self._socket.send_multipart(frames, zmq.NOBLOCK))
-        error = sent.exception()
-        if isinstance(error, zmq.ZMQError):
+        try:
+            self._socket.send_multipart([str(worker).encode(), *encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
             log.info("%s for %s not sent: %s", type(message).__name__, worker, error)
-        elif error is not None:
-            raise error
+        # Whatever touches the socket takes the one signal that ZMQ gives for messages that have just arrived.
+        if self._deliver is not None and cast(int, self._socket.EVENTS) & zmq.POLLIN:
+            self._look_soon()
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.FD)
+        self._deliver = None
+        self._socket.close()
+        self._context.term()
+
+    def _look_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            assert self._loop is not None, "nobody listens yet"
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Take one message, and come back for the next: between two of them everything else gets a turn."""
+        self._is_due = False
+        if self._deliver is None:
+            return  # closed meanwhile
+        try:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self._look_soon()
+        received = self._read(identity, frames)
+        if received is not None:
+            self._deliver(*received)
+
+    def _read(self, identity: bytes, frames: list[bytes]) -> tuple[WorkerId, Message] | None:
+        try:
+            worker = WorkerId.parse(identity.decode().removesuffix(HEARTBEAT_SUFFIX))
+        except ValueError as error:
+            self._count_malformed(identity, error)
+            return None
+        try:
+            return worker, decode(frames, FROM_WORKER)
+        except ProtocolError as error:
+            self._count_malformed(identity, error)
+            if isinstance(error, VersionError):
+                self.send(worker, Refused(reason=f"this worker speaks {error}"))
+            return None
 
     def _count_malformed(self, identity: bytes, error: Exception) -> None:
         self.num_malformed += 1
         log.warning("dropped a message of %r: %s", identity[:64], error)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()

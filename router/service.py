@@ -15,7 +15,8 @@ from typing import Any
 from ..cluster.config import ClusterSpec
 from ..cluster.cost_profile import load_profile
 from ..cluster.membership import Member
-from ..cluster.protocol.identity import new_incarnation, new_request_id
+from ..cluster.protocol.identity import WorkerId, new_incarnation, new_request_id
+from ..cluster.protocol.messages import Message
 from ..kvtransfer.layout import KVLayout
 from .core import CoreCommand, RouterCore
 from .generation import Caller, Deliver, Finished, GenerationFailed, GenerationRequest
@@ -49,6 +50,7 @@ class RouterService:
         self._loop_lag = LoopLag()
         self._started_s = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
+        self._stop: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
 
     @property
@@ -61,20 +63,14 @@ class RouterService:
 
     def start(self) -> None:
         """Begin to listen to workers; needs a running event loop."""
-        loops = (self._receive_loop(), self._tick_loop(), self._dispatch_loop())
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        self._tasks = [asyncio.create_task(loop) for loop in (self._tick_loop(), self._dispatch_loop())]
+        for task in self._tasks:
+            task.add_done_callback(self._check)
+        self._link.listen(self._receive)
 
     def on_failure(self, stop: Callable[[], None]) -> None:
-        """Call `stop` when a loop has died: a bug, which must end the process and not leave it deaf."""
-
-        def check(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                self.failure = task.exception()
-                log.error("the router's loop died", exc_info=self.failure)
-                stop()
-
-        for task in self._tasks:
-            task.add_done_callback(check)
+        """Call `stop` when something here has failed: a bug, which must end the process and not leave it deaf."""
+        self._stop = stop
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -132,10 +128,21 @@ class RouterService:
             "incidents": [{"at_s_ago": now - i.at_s, "worker": i.worker, "what": i.what} for i in core.incidents],
         }
 
-    async def _receive_loop(self) -> None:
-        while True:
-            received = await self._link.receive()
-            self._execute(self._core.on_message(received.worker, received.message, time.monotonic()))
+    def _receive(self, worker: WorkerId, message: Message) -> None:
+        try:
+            self._execute(self._core.on_message(worker, message, time.monotonic()))
+        except Exception as error:
+            self._fail(error)
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        log.error("the router's loop died", exc_info=error)
+        self._stop()
 
     async def _dispatch_loop(self) -> None:
         """Give a worker more just before it ends what it has."""

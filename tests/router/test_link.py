@@ -31,7 +31,7 @@ from twinpool.cluster.protocol.messages import (
     Unknown,
     Welcome,
 )
-from twinpool.router.link import FromWorkerMessage, RouterLink
+from twinpool.router.link import RouterLink
 
 HELLO = Hello(
     role="COMPLETION",
@@ -49,7 +49,25 @@ HELLO = Hello(
     max_num_batched_tokens=8,
     max_num_seqs=4,
 )
-Talk = Callable[[RouterLink, WorkerLink], Awaitable[None]]
+Received = tuple[WorkerId, Message]
+
+
+class Inbox:
+    """A router's link, and what it has received."""
+
+    def __init__(self, address: str) -> None:
+        self.link = RouterLink(address)
+        self._messages: asyncio.Queue[Received] = asyncio.Queue()
+        self.link.listen(self._put)
+
+    def _put(self, worker: WorkerId, message: Message) -> None:
+        self._messages.put_nowait((worker, message))
+
+    async def receive(self) -> Received:
+        return await self._messages.get()
+
+
+Talk = Callable[[Inbox, WorkerLink], Awaitable[None]]
 
 
 def beat() -> Heartbeat:
@@ -72,23 +90,23 @@ def with_links(address: str, talk: Talk) -> None:
     """Run `talk` between a router's link and one worker's."""
 
     async def run() -> None:
-        router = RouterLink(address)
+        router = Inbox(address)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         worker = WorkerLink(context, address, HELLO, "completion-0", LivenessSpec(heartbeat_s=0.02), beat)
         try:
             await asyncio.wait_for(talk(router, worker), 20.0)
         finally:
             worker.close()
-            router.close()
+            router.link.close()
             context.term()
 
     asyncio.run(run())
 
 
-async def receive(router: RouterLink, kind: type[Message]) -> FromWorkerMessage:
+async def receive(router: Inbox, kind: type[Message]) -> Received:
     while True:
         received = await router.receive()
-        if isinstance(received.message, kind):
+        if isinstance(received[1], kind):
             return received
 
 
@@ -98,35 +116,35 @@ async def worker_receives(worker: WorkerLink) -> Message:
     return message
 
 
-async def join(router: RouterLink, worker: WorkerLink) -> None:
+async def join(router: Inbox, worker: WorkerLink) -> None:
     worker.say_hello(1000.0)
     received = await receive(router, Hello)
-    assert received == FromWorkerMessage(worker.worker, HELLO)
-    router.send(worker.worker, Welcome(router_incarnation="one"))
+    assert received == (worker.worker, HELLO)
+    router.link.send(worker.worker, Welcome(router_incarnation="one"))
     assert await worker_receives(worker) == Welcome(router_incarnation="one")
 
 
 def test_a_worker_joins_and_beats_under_its_own_name(address: str) -> None:
     """The heartbeat thread's connection counts as the worker's."""
 
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
         await join(router, worker)
-        assert await receive(router, Heartbeat) == FromWorkerMessage(worker.worker, beat())
-        assert router.num_malformed == 0
+        assert await receive(router, Heartbeat) == (worker.worker, beat())
+        assert router.link.num_malformed == 0
 
     with_links(address, talk)
 
 
 def test_a_worker_that_is_unknown_comes_back_as_a_new_incarnation(address: str) -> None:
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
         await join(router, worker)
         old = worker.worker
-        router.send(old, Introduce())
+        router.link.send(old, Introduce())
         assert await worker_receives(worker) == Introduce()
         worker.say_hello(1000.1)
         received = await receive(router, Hello)
-        assert received.worker == worker.worker != old
-        assert received.worker.name == old.name
+        assert received[0] == worker.worker != old
+        assert received[0].name == old.name
 
     with_links(address, talk)
 
@@ -136,11 +154,11 @@ def test_a_long_prompt_arrives_and_the_order_is_kept(address: str) -> None:
         request_id="r", attempt=1, arrival_order=1, sampling=SamplingParams(), token_ids=tuple(range(100_000))
     )
 
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
         await join(router, worker)
         messages = [prompt, *(Renew(requests=((f"r{i}", 1),)) for i in range(20)), prompt]
         for message in messages:
-            router.send(worker.worker, message)
+            router.link.send(worker.worker, message)
         assert [await worker_receives(worker) for _ in messages] == messages
 
     with_links(address, talk)
@@ -149,7 +167,7 @@ def test_a_long_prompt_arrives_and_the_order_is_kept(address: str) -> None:
 def test_a_message_that_comes_while_others_are_sent_is_noticed(address: str) -> None:
     """Regression: sending took ZMQ's one signal for what had just arrived, and the router stayed deaf to a worker."""
 
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
         worker.say_hello(1000.0)  # and no Welcome: a heartbeat would wake the router
         await receive(router, Hello)
         for number in range(10):
@@ -159,8 +177,8 @@ def test_a_message_that_comes_while_others_are_sent_is_noticed(address: str) -> 
             message = Unknown(requests=(("r", number),))
             worker.send(message)
             for _ in range(500):  # long enough for the message to arrive meanwhile
-                router.send(worker.worker, Renew())
-            assert await asyncio.wait_for(waiting, 5.0) == FromWorkerMessage(worker.worker, message)
+                router.link.send(worker.worker, Renew())
+            assert await asyncio.wait_for(waiting, 5.0) == (worker.worker, message)
 
     with_links(address, talk)
 
@@ -168,14 +186,21 @@ def test_a_message_that_comes_while_others_are_sent_is_noticed(address: str) -> 
 def test_a_burst_of_messages_lets_clients_be_served_in_between(address: str) -> None:
     """Regression: messages that were there already were received without a turn for anything else."""
 
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
+        loop, turn, turns_of_messages = asyncio.get_running_loop(), 0, list[int]()
+
+        def count() -> None:
+            nonlocal turn
+            turn += 1
+            loop.call_soon(count)
+
+        count()
+        router.link.listen(lambda worker, message: turns_of_messages.append(turn))
         for number in range(200):
             worker.send(Unknown(requests=(("r", number),)))
-        for _ in range(200):
-            has_run = asyncio.Event()
-            asyncio.get_running_loop().call_soon(has_run.set)
-            await router.receive()
-            assert has_run.is_set()
+        while len(turns_of_messages) < 200:
+            await asyncio.sleep(0)
+        assert len(set(turns_of_messages)) == 200
 
     with_links(address, talk)
 
@@ -193,22 +218,22 @@ def test_a_burst_of_messages_lets_clients_be_served_in_between(address: str) -> 
     ids=["garbage", "nothing", "nested", "wrong direction", "half a name", "no text"],
 )
 def test_a_malformed_message_is_counted_and_dropped(address: str, identity: bytes, frames: list[bytes]) -> None:
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.IDENTITY, identity)
             stranger.connect(address)
             stranger.send_multipart(frames or [b""])
             worker.say_hello(1000.0)
-            while router.num_malformed == 0:
+            while router.link.num_malformed == 0:
                 waiting = asyncio.ensure_future(router.receive())
                 await asyncio.wait([waiting], timeout=0.2)
                 if waiting.done():
-                    assert waiting.result().message == HELLO
+                    assert waiting.result()[1] == HELLO
                     worker.send(HELLO)
                 waiting.cancel()
             worker.send(HELLO)
             await receive(router, Hello)
-            assert router.num_malformed == 1
+            assert router.link.num_malformed == 1
 
     with_links(address, talk)
 
@@ -216,20 +241,20 @@ def test_a_malformed_message_is_counted_and_dropped(address: str, identity: byte
 def test_a_message_larger_than_agreed_is_not_taken(address: str) -> None:
     """Its connection is closed; a worker that behaves is served."""
 
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(address)
             stranger.send(b"x" * (MAX_BODY_BYTES + 1))
             await join(router, worker)
-            assert router.num_malformed == 0
+            assert router.link.num_malformed == 0
 
     with_links(address, talk)
 
 
 def test_a_message_to_nobody_is_no_error(address: str) -> None:
-    async def talk(router: RouterLink, worker: WorkerLink) -> None:
-        router.send(WorkerId("nobody", "x"), Introduce())
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
+        router.link.send(WorkerId("nobody", "x"), Introduce())
         await join(router, worker)
 
     with_links(address, talk)
@@ -252,7 +277,7 @@ def test_a_worker_of_another_version_is_refused_by_a_message_that_names_both(add
     """I7: it is not left saying Hello for ever to a router that cannot read it."""
 
     async def run() -> list[bytes]:
-        router = RouterLink(address)
+        router = Inbox(address)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stranger = context.socket(zmq.DEALER)
         stranger.setsockopt(zmq.IDENTITY, b"completion-0/i")
@@ -264,7 +289,7 @@ def test_a_worker_of_another_version_is_refused_by_a_message_that_names_both(add
         await asyncio.gather(reading, return_exceptions=True)
         stranger.close(linger=0)
         context.term()
-        router.close()
+        router.link.close()
         return answer
 
     message = decode(asyncio.run(asyncio.wait_for(run(), 10)), FROM_ROUTER)

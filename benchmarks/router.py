@@ -3,6 +3,8 @@
 The router has a core of its own; workers and this load generator share the other. Floors of the router, each a phase:
 short requests a second, streamed chunks a second over 200 streams, 1,000 open streams, the time to the first token
 that it adds at 100 requests a second, and how soon /health/live answers while prompts of 1 MB are tokenised.
+The time to the first token is what is beyond the prefill and beyond what the same clients wait, at the same rate, for a
+bare server in the router's place that answers everything at once.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +31,11 @@ from twinpool.engine.fetch import fetch_model
 
 ROUTER_CORE, OTHER_CORE = 0, 1
 DONE = b"data: [DONE]"
+NO_PREFILL = b'"timing": {"prefill_queue_s": 0, "prefill_s": 0}'
+BARE_ANSWER = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+BARE_ANSWER += b"".join(
+    b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (b"data: {" + NO_PREFILL + b"}\n\n", DONE + b"\n\n", b"")
+)
 SLOW_SECONDS_PER_ROW = 0.001  # 1,000 open streams get a token each a second
 TARGETS = {
     "requests": 400.0,
@@ -183,6 +190,44 @@ async def times_to_first_token(port: int, rate: float, duration_s: float, seed: 
     return taken_s
 
 
+async def serve_bare(port: int) -> None:
+    """Answer each request on `port` with one stream, whole and at once: the floor under every router."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+                writer.write(BARE_ANSWER)
+
+    await (await asyncio.start_server(serve, "127.0.0.1", port)).serve_forever()
+
+
+@contextmanager
+def running_bare() -> Iterator[int]:
+    """Start the bare server on the router's core; yield its port."""
+    port = free_port()
+    command = ["taskset", "-c", str(ROUTER_CORE), sys.executable, __file__, "--serve-bare", str(port)]
+    process = subprocess.Popen(command)
+    try:
+        wait_listening(port)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_listening(port: int) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+        else:
+            return
+    raise SystemExit("the bare server does not listen")
+
+
 async def health_while_tokenising(port: int, duration_s: float, num_clients: int = 2) -> list[float]:
     """Return the seconds that /health/live took while clients send prompts of 1 MB all the time."""
     is_over = False
@@ -290,6 +335,7 @@ def show(name: str, values: list[float], unit: str, target: float, is_floor: boo
 async def run_phases(running: Running, given: argparse.Namespace) -> None:
     port, results = running.port, {key: list[float]() for key in TARGETS}
     busy: dict[str, list[float]] = {"requests": [], "chunks": []}
+    floors_ms: list[float] = []
     await short_requests(port, 1.0)  # warms everything up
     for repeat in range(given.repeats):
         for key, phase in (
@@ -299,9 +345,12 @@ async def run_phases(running: Running, given: argparse.Namespace) -> None:
             began_s, began_cpu_s = time.perf_counter(), running.router_cpu_s
             results[key].append(await phase())
             busy[key].append((running.router_cpu_s - began_cpu_s) / (time.perf_counter() - began_s))
+        with running_bare() as bare_port:
+            bare_ms = [1e3 * s for s in await times_to_first_token(bare_port, 100.0, given.duration, repeat)]
+        floors_ms.append(quantile(bare_ms, 0.5))
         taken_ms = [1e3 * s for s in await times_to_first_token(port, 100.0, given.duration, repeat)]
-        results["ttft_p50_ms"].append(quantile(taken_ms, 0.5))
-        results["ttft_p99_ms"].append(quantile(taken_ms, 0.99))
+        results["ttft_p50_ms"].append(quantile(taken_ms, 0.5) - floors_ms[-1])
+        results["ttft_p99_ms"].append(quantile(taken_ms, 0.99) - floors_ms[-1])
         health_ms = [1e3 * s for s in await health_while_tokenising(port, given.duration)]
         results["health_p99_ms"].append(quantile(health_ms, 0.99))
     show("short requests", results["requests"], "/s", TARGETS["requests"], True)
@@ -309,6 +358,7 @@ async def run_phases(running: Running, given: argparse.Namespace) -> None:
     show("added TTFT at 100/s, p50", results["ttft_p50_ms"], "ms", TARGETS["ttft_p50_ms"], False)
     show("added TTFT at 100/s, p99", results["ttft_p99_ms"], "ms", TARGETS["ttft_p99_ms"], False)
     show("/health/live beside 1 MB prompts, p99", results["health_p99_ms"], "ms", TARGETS["health_p99_ms"], False)
+    print(f"  a bare server in its place, p50       {spread(floors_ms, 'ms', 1)}")
     for key, shares in busy.items():
         print(f"  the router's core was busy for {statistics.median(shares):.0%} of the time in phase {key}")
 
@@ -323,7 +373,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--duration", type=float, default=5.0, help="seconds of each timed phase")
     parser.add_argument("--stream-tokens", type=int, default=200, help="output tokens of each of the 200 streams")
+    parser.add_argument("--serve-bare", type=int, metavar="PORT", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.serve_bare:
+        uvloop.run(serve_bare(given.serve_bare))
+        return
     print_header("the router alone: fake engines that take no time, the router on one core, all else on the other")
     os.sched_setaffinity(0, {OTHER_CORE})
     folder = fetch_model(given.model)

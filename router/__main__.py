@@ -5,6 +5,7 @@ in words. A second signal ends the process at once.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -22,6 +23,8 @@ from .http_server import CUT_S, Server, make_server
 from .openai.tokenizer import ChatSettings, ChatTokenizer
 from .service import RouterService
 from .tracing import connect_traces
+
+MAX_YOUNG_OBJECTS = 10_000  # before a collection; a request makes some hundred, and few of them in circles
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,8 @@ async def serve(arguments: RoleArguments) -> int:
     shutdown = Shutdown(servers, service, door.drain, spec.router.drain_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, shutdown.ask)
+    gc.freeze()  # what is loaded stays: no collection needs to look through it again
+    gc.set_threshold(MAX_YOUNG_OBJECTS)
     service.start()
     service.on_failure(shutdown.at_once)
     try:

@@ -1,5 +1,6 @@
 """POST /v1/completions and POST /v1/chat/completions."""
 
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -14,9 +15,12 @@ from .openai.terms import Terms, terms_of
 from .serving import Serving
 
 B = TypeVar("B", bound=SamplingBody)
+Handler = Callable[[Request], Awaitable[Response]]
 
 
-def add_completions(app: FastAPI, serving: Serving) -> None:
+def add_completions(app: FastAPI, serving: Serving) -> dict[str, Handler]:
+    """Add both routes to `app`; return the handler of each path."""
+
     async def read(request: Request, kind: type[B], endpoint: str) -> B:
         body, num_unknown = await parse_aside(await read_body(request), lambda data: parse_known(kind, data))
         serving.metrics.unknown_fields.labels(endpoint).inc(num_unknown)
@@ -35,14 +39,17 @@ def add_completions(app: FastAPI, serving: Serving) -> None:
             raise RequestFailedError(refusal)
         return terms
 
-    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionBody, "completions")
         model, terms = serving.model(body.model), admitted(request, body)
         return respond(terms.put_on(await prepare_completion(body, model, request.state.request_id)))
 
-    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await read(request, ChatBody, "chat")
         model, terms = serving.model(body.model), admitted(request, body)
         return respond(terms.put_on(await prepare_chat(body, model, request.state.request_id)))
+
+    handlers: dict[str, Handler] = {"/v1/completions": completions, "/v1/chat/completions": chat_completions}
+    for path, handler in handlers.items():
+        app.post(path)(handler)
+    return handlers

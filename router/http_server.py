@@ -142,6 +142,7 @@ def make_server(app: ASGIApp, spec: RouterSpec, **address: Any) -> Server:
         ws="none",
         lifespan="off",
         access_log=False,
+        proxy_headers=False,  # nothing here asks where a client is
         log_config=None,
         server_header=False,
         headers=[("server", "twinpool")],

@@ -70,6 +70,8 @@ MESSAGE = _object(
     {"refusal": NULL, "tool_calls": _list({"type": "object"})},
 )
 IN_CHOICES: Json = {"logprobs": _or_null({"type": "object"}), "token_ids": _list(COUNT)}
+# One server-sent event, after whatever fields it has; its data is a chunk in JSON, or [DONE].
+EVENT: Json = {"type": "object", "properties": {"data": TEXT}, "required": ["data"]}
 MODEL = _object(
     {"id": TEXT, "object": _one_of("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": _or_null(COUNT)}
 )
@@ -130,7 +132,7 @@ def openapi_document(model_name: str, version: str, has_keys: bool) -> Json:
 
 
 def _paths(model_name: str) -> Json:
-    stream = {"text/event-stream": {"schema": TEXT}}
+    stream = {"text/event-stream": {"schema": EVENT}}
     status = {"application/json": {"schema": _ref("Status")}}
     page = {"get": _operation("The page: the cluster, and a chat with it", _content("text/html"), ALWAYS)}
     metrics = _content("text/plain")

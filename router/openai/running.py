@@ -58,13 +58,13 @@ class RunningJob:
         self.token_times_s: dict[int, list[float]] = {choice.index: [] for choice in job.choices}
 
     async def __aenter__(self) -> "RunningJob":
-        self._watcher = asyncio.create_task(self._watch_client())
         try:
             for run in self._runs:
                 if run.choice.request is None:
                     self._put_all(run, [*run.echo.rest(), run.text.finish("length")])
                 else:
                     self._backend.submit(run.choice.request, partial(self._deliver, run))
+            self._watcher = asyncio.create_task(self._watch_client())
         except BaseException:
             await self._leave()
             raise

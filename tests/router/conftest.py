@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from twinpool.cluster.metrics import Timeline
 from twinpool.cluster.protocol.messages import Load, SampledToken
-from twinpool.router.app import create_app
+from twinpool.router.app import Application, create_app
 from twinpool.router.generation import (
     Caller,
     Deliver,
@@ -189,7 +189,7 @@ def backend(say: Callable[..., list[ScriptStep]]) -> ScriptedBackend:
 
 
 @pytest.fixture
-def app(backend: ScriptedBackend, tokenizer: ChatTokenizer) -> FastAPI:
+def app(backend: ScriptedBackend, tokenizer: ChatTokenizer) -> Application:
     return create_app(backend, tokenizer, "tiny", keep_alive_s=0.02)
 
 
@@ -197,7 +197,7 @@ Call = Callable[..., httpx.Response]
 
 
 @pytest.fixture
-def call(app: FastAPI) -> Call:
+def call(app: Application) -> Call:
     """Call the app in process; `call("POST", path, json=…)`."""
 
     def send(method: str, path: str, **arguments: Any) -> httpx.Response:
@@ -224,9 +224,8 @@ def events_of() -> Callable[[str], list[Any]]:
     return parse_events
 
 
-@pytest.fixture
-def server_url(app: FastAPI) -> Iterator[str]:
-    """Serve the app by uvicorn on a loopback port of its own."""
+@contextmanager
+def _served(app: ASGIApp) -> Iterator[str]:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
@@ -235,3 +234,15 @@ def server_url(app: FastAPI) -> Iterator[str]:
         server.should_exit = True
         thread.join(timeout=20)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def served() -> Callable[[ASGIApp], AbstractContextManager[str]]:
+    """Serve an app by uvicorn on a loopback port of its own, whose URL one gets."""
+    return _served
+
+
+@pytest.fixture
+def server_url(app: Application) -> Iterator[str]:
+    with _served(app) as url:
+        yield url

@@ -7,9 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings, strategies as st
-from twinpool.router.app import create_admin_app, create_app
+from twinpool.router.app import Application, create_admin_app, create_app
 from twinpool.router.openai.chat_template import ChatPrompt
 
 USER = [{"role": "user", "content": "hi"}]
@@ -307,7 +306,7 @@ def test_admin_status(backend: Any) -> None:
     assert asyncio.run(get("/v1/models")).json()["error"]["code"] == "not_found"
 
 
-def test_long_prompts_do_not_stop_the_loop(app: FastAPI) -> None:
+def test_long_prompts_do_not_stop_the_loop(app: Application) -> None:
     """While a prompt of 1 MB is tokenised, liveness is answered again and again."""
 
     async def count_answers() -> int:

@@ -5,9 +5,9 @@ from typing import Any
 
 import openai
 import pytest
-from fastapi import FastAPI
 from openai.types.chat import ChatCompletionMessageParam
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from twinpool.router.app import Application
 from twinpool.router.generation import GenerationFailed
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
@@ -60,15 +60,17 @@ class OpenAfterComments:
 
 
 def test_keep_alive_does_not_disturb(
-    app: FastAPI, backend: Any, new_gate: Any, say: Callable[..., Any], request: pytest.FixtureRequest
+    app: Application, backend: Any, new_gate: Any, say: Callable[..., Any], served: Callable[..., Any]
 ) -> None:
     """Comments before and between the tokens are invisible to the client."""
     gate = new_gate()
-    app.add_middleware(OpenAfterComments, gate=gate, num_comments=5)
     backend.script = lambda request: [*say("a")[:-1], gate, *say("b")]
-    client: openai.OpenAI = request.getfixturevalue("client")
-    stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "ab"
+    with (
+        served(OpenAfterComments(app, gate, num_comments=5)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=10) as client,
+    ):
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "ab"
 
 
 def test_errors_have_their_classes(client: openai.OpenAI, backend: Any, say: Callable[..., Any]) -> None:

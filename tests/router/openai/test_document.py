@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 from starlette.routing import Route
+from twinpool.router.app import Application
 from twinpool.router.openai.document import EXAMPLES, openapi_document
 
 CHECKS = [
@@ -53,7 +53,7 @@ def send_many(
 @pytest.mark.parametrize(
     "num_cases", [40, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=str
 )
-def test_generated_requests_get_foreseen_answers(app: FastAPI, num_cases: int) -> None:
+def test_generated_requests_get_foreseen_answers(app: Application, num_cases: int) -> None:
     """Bodies that fit and bodies that do not, over all paths: no 5xx, no undocumented status, header, type or shape."""
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
     operations = [found.ok() for found in schema.get_all_operations()]
@@ -71,12 +71,24 @@ def test_generated_requests_get_foreseen_answers(app: FastAPI, num_cases: int) -
     assert sum(statuses.values()) >= num_cases
 
 
-def test_every_route_is_documented(app: FastAPI, call: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})],
+)
+def test_streams_are_as_documented(app: Application, path: str, prompt: dict[str, Any]) -> None:
+    operation = schemathesis.openapi.from_asgi("/openapi.json", app)[path]["POST"]
+    case = operation.Case(body={**prompt, "stream": True}, media_type="application/json")
+    answer = case.call_and_validate(checks=CHECKS)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
+
+
+def test_every_route_is_documented(app: Application, call: Any) -> None:
     """And nothing else; the page's own files are not for clients."""
     document = call("GET", "/openapi.json").json()
     routes = {
         (route.path.replace("{name:path}", "{model}"), method.lower())
-        for route in app.routes
+        for route in app.api.routes
         if isinstance(route, Route) and not route.path.startswith("/page/")
         for method in route.methods or ()
     }

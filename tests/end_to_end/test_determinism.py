@@ -26,6 +26,7 @@ def holder_of_the_stream(cluster: LiveCluster) -> str | None:
     return next((name for name, load in loads.items() if load["num_sequences"]), None)
 
 
+@pytest.mark.slow
 def test_a_sampled_request_is_the_same_alone_in_company_and_after_a_kill(cluster: LiveCluster) -> None:
     """Sampling depends on logits, parameters, seed and position, and on nothing else."""
     alone = cluster.complete(PROMPT, **SAMPLED)["choices"][0]["text"]

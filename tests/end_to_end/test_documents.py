@@ -173,7 +173,7 @@ def test_the_marked_commands_run_as_shown(document: Path, tmp_path: Path, smollm
         reader.clean_up()
 
 
-@pytest.mark.parametrize("document", [README, SIZING], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [README, pytest.param(SIZING, marks=pytest.mark.slow)], ids=lambda path: path.name)
 def test_what_needs_no_cluster_runs_as_shown(document: Path, tmp_path: Path) -> None:
     """What can be simulated is the same everywhere, to the last printed digit."""
     steps = steps_of(document.read_text())

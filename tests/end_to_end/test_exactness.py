@@ -77,7 +77,11 @@ def generate_once(generate_greedy: GenerateGreedy) -> GenerateGreedy:
 
 @pytest.mark.parametrize(
     ("model", "block_sizes", "budget"),
-    [("tiny_llama", (16, 16), 64), ("tiny_qwen", (32, 32), 512), ("tiny_llama", (16, 32), 1 << 20)],
+    [
+        ("tiny_llama", (16, 32), 64),
+        pytest.param("tiny_qwen", (32, 32), 512, marks=pytest.mark.slow),
+        pytest.param("tiny_llama", (16, 16), 1 << 20, marks=pytest.mark.slow),
+    ],
 )
 def test_tiny_models_answer_as_generate_does(
     request: pytest.FixtureRequest, model: str, block_sizes: tuple[int, int], budget: int, generate_once: GenerateGreedy

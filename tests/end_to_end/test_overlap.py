@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from live_cluster import LiveCluster
 
 ENGINE = {"dtype": "float32", "kv_cache_bytes": 1 << 28}
 
 
+@pytest.mark.slow
 def test_most_kv_bytes_arrive_before_the_prefill_ends(smollm2: Path) -> None:
     """2,048 tokens: at least 90 % of the KV bytes are verified by the receiver before the last layer ends."""
     spec = {pool: {"engine": ENGINE} for pool in ("prompt", "completion")}

@@ -103,7 +103,7 @@ def soak(cluster: LiveCluster, duration_s: float, has_oracle: bool = True) -> No
 
 def test_64_streams_for_some_seconds(cluster: LiveCluster) -> None:
     """The short form of the two-minute soak of the slow suite."""
-    soak(cluster, 8.0)
+    soak(cluster, 3.0)
 
 
 @pytest.mark.slow

@@ -32,12 +32,8 @@ fmt: setup ## Format the code and apply the safe lint fixes
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-# Tests that start processes come one after another; two processes share the others.
-ONE_BY_ONE := tests/end_to_end tests/cluster/test_launch.py tests/cluster/test_cli.py
-
 test: setup ## The tests that every change must pass
-	$(BIN)/pytest -m 'not slow' -n 2 --dist loadfile $(ONE_BY_ONE:%=--ignore=%)
-	$(BIN)/pytest -m 'not slow' $(ONE_BY_ONE)
+	$(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
 browser: ## Install Chromium from Debian's packages when there is none, for the tests of the page
 	@if ! command -v chromium chromium-browser google-chrome >/dev/null; then \
@@ -59,6 +55,9 @@ $(LITELLM)/.installed: $(VENV)/.installed
 	touch $@
 
 litellm: $(LITELLM)/.installed ## Install the client litellm for its test
+
+# The long tests that start processes come one after another: each is a load for both cores.
+ONE_BY_ONE := tests/end_to_end tests/cluster/test_launch.py tests/cluster/test_cli.py
 
 test-slow: setup browser litellm ## The long suites; SEEDS=N sets how many seeds the simulation runs
 	TWINPOOL_SEEDS=$(SEEDS) $(BIN)/pytest -m slow -n 2 $(ONE_BY_ONE:%=--ignore=%)

@@ -21,8 +21,12 @@ class StopRequest:
     def is_set(self) -> bool:
         return self._is_set
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the wish, no longer than this if given; return whether it is there."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the wish, no longer than this; return whether it is there.
+
+        A wait has to end by itself: a signal that the kernel gives to another thread does not wake the main thread,
+        the only one that runs handlers.
+        """
         if not self._is_set:
             try:
                 self._wake.get(timeout=timeout_s)

@@ -298,6 +298,7 @@ def ray_address(user: User) -> Iterator[str]:
         process.wait(10.0)
 
 
+@pytest.mark.slow
 def test_an_existing_ray(user: User, ray_address: str, eventually: Eventually) -> None:
     """Labels and GPUs are the cluster's; each process sees its own GPU only; `down` leaves the user's Ray alone."""
     pools = "prompt: {num_gpus: 1, label_selector: {zone: a}}\ncompletion: {num_gpus: 1, label_selector: {zone: a}}"

@@ -101,11 +101,6 @@ def soak(cluster: LiveCluster, duration_s: float, has_oracle: bool = True) -> No
         assert children == 0
 
 
-def test_64_streams_for_some_seconds(cluster: LiveCluster) -> None:
-    """The short form of the two-minute soak of the slow suite."""
-    soak(cluster, 3.0)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_64_streams_for_two_minutes(cluster: LiveCluster) -> None:

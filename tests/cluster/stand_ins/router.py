@@ -99,4 +99,5 @@ for server in (admin, front):
     threading.Thread(target=server.serve_forever, daemon=True).start()
 sys.stderr.write(f"router on {given.spec.router.port}\n")
 sys.stderr.flush()
-stopped.wait()
+while not stopped.wait(0.1):
+    pass

@@ -25,5 +25,6 @@ if "STAND_IN_LATE" not in os.environ:
     partial = here.with_suffix(".partial")
     partial.write_text(json.dumps({"name": given.name, "role": given.name.split("-")[0].upper(), "pid": os.getpid()}))
     partial.replace(here)
-stopped.wait()
+while not stopped.wait(0.1):
+    pass
 here.unlink(missing_ok=True)

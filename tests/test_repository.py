@@ -19,6 +19,9 @@ import pytest
 import twinpool
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from twinpool.cluster.cli import build_app
+from twinpool.cluster.launch.roles import Programs
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -318,12 +321,9 @@ def test_every_command_and_flag_that_the_documents_name_exists() -> None:
 
 def flags_of_command(name: str) -> set[str]:
     """Return the flags in the command's own help; fails when there is no such command."""
-    wide = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-    shown = subprocess.run(
-        [beside_python("twinpool"), name, "--help"], env=wide, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert shown.returncode == 0, f"twinpool {name} --help: {shown.stderr}"
-    return set(re.findall(r"--[a-z][a-z-]*", shown.stdout))
+    shown = CliRunner().invoke(build_app(Programs()), [name, "--help"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, f"twinpool {name} --help: {shown.output}"
+    return set(re.findall(r"--[a-z][a-z-]*", shown.output))
 
 
 def beside_python(program: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from live_cluster import LiveCluster, is_idle, wait_until
+from live_cluster import LiveCluster, events_in, is_idle, open_stream, read_events, wait_until
 from twinpool.engine.fake import expected_tokens
 
 VOCAB_SIZE = 260
@@ -46,15 +46,7 @@ def slow_prefill(tiny_llama: Path) -> Iterator[LiveCluster]:
 
 def send(cluster: LiveCluster, prompt: list[int], max_tokens: int, receive_bytes: int | None = None) -> socket.socket:
     """Send a streamed completion; return the connection without reading from it."""
-    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, **FIELDS}).encode()
-    connection = socket.socket()
-    if receive_bytes is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    connection.settimeout(30)
-    connection.connect(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    connection.sendall(head.encode() + b"\r\n\r\n" + body)
-    return connection
+    return open_stream(cluster, receive_bytes, prompt=prompt, max_tokens=max_tokens, **FIELDS)
 
 
 def has_stopped(cluster: LiveCluster) -> bool:
@@ -155,15 +147,9 @@ def test_a_pool_that_dies_during_prefill_ends_the_request(slow_prefill: LiveClus
 def test_a_completion_pool_that_dies_in_mid_stream_ends_it_well_formed(slow_prefill: LiveCluster) -> None:
     """At the tenth token: an error event, [DONE], the end of the body, and no finish reason."""
     with send(slow_prefill, [5, 6, 7], 2000) as connection:
-        data = b""
-        while data.count(b"data: ") < 10:
-            data += connection.recv(65536)
+        data = read_events(connection, 10)
         slow_prefill.kill("completion-0")
-        while not data.endswith(b"\r\n0\r\n\r\n"):
-            received = connection.recv(65536)
-            assert received, data[-500:]
-            data += received
-    *chunks, error, done = [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: ")]
+        *chunks, error, done = events_in(read_events(connection, data=data))
     assert done == b"[DONE]"
     assert json.loads(error)["error"]["code"] == "no_worker"
     assert all(json.loads(chunk)["choices"][0]["finish_reason"] is None for chunk in chunks)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_cluster import LiveCluster, is_idle, wait_until
+from live_cluster import LiveCluster, events_in, is_idle, open_stream, read_events, wait_until
 from prompts import texts
 from tokenizers import Tokenizer
 
@@ -34,13 +34,8 @@ def cluster(smollm2: Path) -> Iterator[LiveCluster]:
         yield cluster
 
 
-def open_stream(cluster: LiveCluster, prompt: str | list[int], max_tokens: int) -> socket.socket:
-    """Send a streamed completion; return its connection."""
-    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "stream": True, **GREEDY}).encode()
-    connection = socket.create_connection(("127.0.0.1", int(cluster.url.rpartition(":")[2])), timeout=60)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    connection.sendall(head.encode() + b"\r\n\r\n" + body)
-    return connection
+def send(cluster: LiveCluster, prompt: str | list[int], max_tokens: int) -> socket.socket:
+    return open_stream(cluster, prompt=prompt, max_tokens=max_tokens, **GREEDY)
 
 
 def wait_computing(cluster: LiveCluster) -> None:
@@ -54,7 +49,7 @@ def text_of(cluster: LiveCluster, max_tokens: int) -> str:
 
 def test_a_client_that_leaves_during_prefill_stops_it(cluster: LiveCluster) -> None:
     """H1: closed before the first byte."""
-    with open_stream(cluster, LONG_PROMPT, 5):
+    with send(cluster, LONG_PROMPT, 5):
         wait_computing(cluster)
     cluster.wait_idle(10)
 
@@ -66,7 +61,7 @@ def test_clients_that_leave_disturb_no_stream_and_cost_no_capacity(cluster: Live
     delays_s = [draws.uniform(0.0, 0.2) for _ in range(200)]
 
     def leave(delay_s: float) -> None:
-        with open_stream(cluster, STORY, 40):
+        with send(cluster, STORY, 40):
             time.sleep(delay_s)
 
     with ThreadPoolExecutor(8) as threads:
@@ -100,16 +95,10 @@ def test_a_pool_that_dies_during_prefill_ends_the_request(cluster: LiveCluster, 
 
 def test_a_completion_pool_that_dies_in_mid_stream_ends_it_well_formed(cluster: LiveCluster) -> None:
     """G8: at the tenth token; an error event, [DONE] and the end of the body."""
-    with open_stream(cluster, STORY, 2000) as connection:
-        data = b""
-        while data.count(b"data: ") < 10:
-            data += connection.recv(65536)
+    with send(cluster, STORY, 2000) as connection:
+        data = read_events(connection, 10)
         cluster.kill("completion-0")
-        while not data.endswith(b"\r\n0\r\n\r\n"):
-            received = connection.recv(65536)
-            assert received, data[-500:]
-            data += received
-    *_, error, done = [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: ")]
+        *_, error, done = events_in(read_events(connection, data=data))
     assert done == b"[DONE]"
     assert json.loads(error)["error"]["code"] == "no_worker"
     cluster.start("completion-0")

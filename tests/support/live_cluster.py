@@ -175,6 +175,32 @@ class LiveCluster:
         return len(workers) == len(self.names) - 1
 
 
+def open_stream(cluster: LiveCluster, receive_bytes: int | None = None, **fields: Any) -> socket.socket:
+    """Send a streamed completion; return the connection without reading from it."""
+    body = json.dumps({"stream": True, **fields}).encode()
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(60)
+    connection.connect(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    return connection
+
+
+def read_events(connection: socket.socket, num_events: int | None = None, data: bytes = b"") -> bytes:
+    """Read on behind `data` to that many events, or to the end of the answer; return all. Fails when it is cut off."""
+    while not (data.endswith(b"\r\n0\r\n\r\n") if num_events is None else data.count(b"data: ") >= num_events):
+        received = connection.recv(65536)
+        assert received, data[-500:]
+        data += received
+    return data
+
+
+def events_in(data: bytes) -> list[bytes]:
+    return [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: ")]
+
+
 def is_idle(status: dict[str, Any]) -> bool:
     loads = [worker["load"] for worker in status["workers"]]
     at_rest = all(

@@ -475,3 +475,18 @@ def test_time_that_passes_during_a_transfer_is_noticed_when_it_is_complete() -> 
     assert [type(message) for message in said(core.tick(2.0))] == [Failed]
     assert core.schedule() == ([], [])
     assert core.pool.num_free == 10
+
+
+def test_messages_about_transfers_that_nobody_granted_leave_no_trace() -> None:
+    """However many there are: no entry, no block, nothing that would have to expire."""
+    core = new_core()
+    for number in range(200):
+        name = f"unknown-{number}"
+        assert [type(command) for command in give(core, frame(name))] == [ToSender], "refused"
+        assert [type(command) for command in give(core, done(name))] == [ToSender]
+        assert give(core, Cancelled(request_id=name, attempt=1, generation=1)) == []
+        assert core.on_router(Cancel(request_id=name, attempt=1, sender_is_active=True), 2.0) == []
+        core.on_router(Renew(requests=((name, 1),)), 2.0)
+    load = core.load()
+    assert (load.num_transfers, load.num_sequences, load.num_free_blocks) == (0, 0, 10)
+    assert core.deadline() is None

@@ -1,6 +1,8 @@
 """The data channel's sockets: what passes, what is dropped, which way is taken."""
 
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +22,7 @@ from twinpool.kvtransfer.frames import (
     encode_header,
 )
 from twinpool.kvtransfer.zmq_channel import ZmqReceiver, ZmqSender, choose_address
+from zmq.utils.monitor import recv_monitor_message
 
 MAX_FRAME_BYTES = 1 << 20
 ONE = {"request_id": "r", "attempt": 1, "generation": 3}
@@ -153,6 +156,21 @@ def test_sending_to_nobody_ends_with_a_timeout(context: Context, socket_folder: 
     with pytest.raises(TimeoutError, match="takes no data"):
         send_many()
     sender.close()
+
+
+def test_a_connection_that_nobody_answers_is_tried_again_soon(context: Context) -> None:
+    """A SYN that gets lost: the kernel alone would keep at it for two minutes before ZMQ could try anew."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        with socket.create_connection(address), socket.socket() as second:
+            second.setblocking(False)
+            second.connect_ex(address)  # whatever the backlog of 0 still takes: from here on SYNs are dropped
+            to_full = ZmqSender(context, [f"tcp://127.0.0.1:{address[1]}"], MAX_FRAME_BYTES, send_timeout_s=0.1)
+            events = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED
+            with closing(to_full) as sender, sender.socket.get_monitor_socket(events) as monitor:
+                event = recv_monitor_message(monitor)["event"] if monitor.poll(10_000) else None
+                sender.socket.disable_monitor()
+    assert event == zmq.EVENT_CONNECT_RETRIED, "the first try was not given up"
 
 
 def test_ipc_where_its_socket_is_and_else_tcp(socket_folder: Path) -> None:

@@ -637,6 +637,18 @@ def test_a_queued_client_that_leaves_is_forgotten() -> None:
     assert (router.core.num_queued, router.core.num_running) == (0, 1)
 
 
+def test_a_client_that_leaves_while_its_sequence_waits_to_be_resumed_leaves_nothing() -> None:
+    """Its COMPLETION worker gave the blocks up: there is nobody to stop, and nothing may keep its place."""
+    router = Router(max_num_seqs=1)
+    router.running("a")
+    assert router.gets(D0, Handback(request_id="a", attempt=1, num_output_tokens=2, num_free_blocks=0)) == []
+    assert (router.core.num_queued, router.core.num_running) == (1, 0)
+    assert router.do(router.core.cancel("a", 1.0)) == []
+    assert (router.core.num_queued, router.core.num_queued_tokens, router.core.num_running) == (0, 0, 0)
+    router.core.load_reported(D0, Load(num_blocks=100, num_free_blocks=100))
+    assert asked(router.submit("b")) == [("b", D0, 1)], "the only place is free"
+
+
 def test_the_context_is_what_every_worker_can_hold() -> None:
     router = Router(num_blocks=100)
     assert router.core.max_model_len == 400

@@ -5,6 +5,7 @@ import os
 import pytest
 from simulated_cluster import Cluster
 from simulated_network import Faults
+from simulated_workers import LEASE_S
 from twinpool.router.generation import Finished, GenerationFailed
 
 SEEDS_A_TEST = 50
@@ -81,3 +82,22 @@ def test_a_request_that_ends_at_its_first_token_is_no_failure() -> None:
         cluster.run()
         ended = [c.terminal for c in cluster.clients.values() if c.request.sampling.max_tokens == 1 and not c.is_gone]
         assert all(isinstance(event, Finished) and event.timeline.num_attempts == 1 for event in ended)
+
+
+def test_without_faults_no_cancelled_transfer_waits_for_its_lease() -> None:
+    """Blocks come home at the sender's word; their lease is for senders that are gone, not the usual way."""
+    num_cancelled = 0
+    for seed in range(20):
+        cluster = Cluster(seed, Faults(), num_requests=40)
+        since_s: dict[tuple[str, tuple[str, int]], float] = {}
+
+        def watch(cluster: Cluster = cluster, since_s: dict[tuple[str, tuple[str, int]], float] = since_s) -> None:
+            for worker in cluster.completions:
+                keys = worker.core.receiver.keys()
+                for key in (key for key in keys if not worker.core.receiver.is_open(key)):
+                    waited_s = cluster.sim.now - since_s.setdefault((worker.name, key), cluster.sim.now)
+                    assert waited_s < LEASE_S / 5, f"{key} waits for its lease"
+
+        cluster.sim.run(cluster.sim.healed_s + 70.0, watch)
+        num_cancelled += len(since_s)
+    assert num_cancelled >= 10, "too few for this to say much"

@@ -1,6 +1,7 @@
 """A worker's control connection, against a plain ROUTER socket in the router's place."""
 
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from twinpool.cluster.protocol.messages import (
     Unknown,
     Welcome,
 )
+from zmq.utils.monitor import recv_monitor_message
 
 Context = zmq.Context[zmq.Socket[bytes]]
 LIVENESS = LivenessSpec(heartbeat_s=0.02)
@@ -223,6 +225,24 @@ def test_a_router_that_takes_nothing_does_not_hold_us_up(context: Context) -> No
     assert link.receive() is None
     link.close()
     assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+@pytest.mark.slow  # four seconds: ZMQ asks every second and waits for three
+def test_an_idle_connection_that_has_died_is_noticed_before_it_is_needed(context: Context) -> None:
+    """The other end shakes hands and then is gone without a word, as behind a firewall that forgot us."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
+    ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"ROUTER"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        link = WorkerLink(context, address, HELLO, "prompt-0", LIVENESS, lambda: pytest.fail("not joined"))
+        with link.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED) as monitor:
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(greeting + bytes([4, len(ready)]) + ready)
+                events = [recv_monitor_message(monitor)["event"] for _ in range(2) if monitor.poll(15_000)]
+            link.socket.disable_monitor()
+        link.close()
+    assert events == [zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

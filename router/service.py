@@ -190,6 +190,7 @@ def _worker_status(member: Member, now: float) -> dict[str, Any]:
         "host": member.hello.host,
         "since_s": now - member.joined_s,
         "last_heartbeat_s": now - member.last_seen_s,
+        "last_progress_s": now - member.last_progress_s,
         "model": identity.model,
         "fingerprint": identity.fingerprint,
         "dtype": identity.dtype,

@@ -49,9 +49,17 @@ class RouterView:
         self._http = httpx.Client(base_url=endpoint, trust_env=False)
 
     def status(self, timeout_s: float = 0.3) -> RouterStatus | None:
+        answer = self.answer(timeout_s)
         try:
-            return RouterStatus.model_validate_json(self._admin.get("/status", timeout=timeout_s).content)
-        except (httpx.HTTPError, ValidationError):
+            return None if answer is None else RouterStatus.model_validate_json(answer)
+        except ValidationError:
+            return None
+
+    def answer(self, timeout_s: float) -> bytes | None:
+        """Return the router's whole status as it sent it; None when it does not answer."""
+        try:
+            return self._admin.get("/status", timeout=timeout_s).content
+        except httpx.HTTPError:
             return None
 
     def is_gone(self, timeout_s: float = 0.3) -> bool:

@@ -13,7 +13,21 @@ import typer
 from rich.console import Console
 
 from .. import __version__
-from .commands import calibrate, change, chat, demo, explain, find, plan, simulate, status, timeline, up, validate
+from .commands import (
+    calibrate,
+    change,
+    chat,
+    demo,
+    doctor,
+    explain,
+    find,
+    plan,
+    simulate,
+    status,
+    timeline,
+    up,
+    validate,
+)
 from .commands.output import print_json, text_console
 from .config import DEFAULT_MODEL
 from .launch.roles import Programs
@@ -26,6 +40,7 @@ HELP = f"""Serve a language model from two pools of workers: PROMPT workers pref
     twinpool up            start a cluster here, with {DEFAULT_MODEL}
     twinpool chat "Hi!"    ask it something
     twinpool status        see every process
+    twinpool doctor        see what is wrong
     twinpool down          end it
 """
 
@@ -75,6 +90,7 @@ def build_app(programs: Programs) -> typer.Typer:
     _add_start(app, programs)
     for command in (_status, _logs, _scale, _down, _chat):
         app.command(command.__name__.removeprefix("_"))(command)
+    app.command("doctor")(doctor.doctor_command)
     app.command("explain")(explain.explain_command)
     app.command("calibrate")(calibrate.calibrate_command)
     app.command("validate")(validate.validate_command)

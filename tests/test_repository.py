@@ -29,6 +29,7 @@ PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 FOLDERS_WITHOUT_PACKAGES = {"tests", "benchmarks", "docs", "helm", "build", "dist"}
 
 PURE_CORES = [
+    "twinpool.cluster.doctor",
     "twinpool.cluster.membership",
     "twinpool.decode_worker.core",
     "twinpool.engine.block_pool",

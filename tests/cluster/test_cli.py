@@ -19,7 +19,7 @@ from twinpool.cluster.metrics import Timeline
 from twinpool.cluster.protocol.errors import ConfigError, LaunchError
 from typer.testing import CliRunner
 
-COMMANDS = ("up", "demo", "status", "logs", "scale", "down", "chat")
+COMMANDS = ("up", "demo", "status", "doctor", "logs", "scale", "down", "chat")
 
 
 class User(Protocol):
@@ -140,7 +140,7 @@ def test_wrong_usage_and_wrong_specs_exit_with_2(user: User, arguments: tuple[st
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("status",), ("chat", "hi"), ("scale", "--prompt-workers", "2")])
+@pytest.mark.parametrize("arguments", [("status",), ("doctor",), ("chat", "hi"), ("scale", "--prompt-workers", "2")])
 def test_without_a_cluster_the_hint_is_up(user: User, arguments: tuple[str, ...]) -> None:
     done = user.run(*arguments)
     assert done.returncode == 1

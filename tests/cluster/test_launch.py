@@ -60,6 +60,28 @@ def test_status_shows_every_process(cluster_user: User) -> None:
     assert "97/100" in text
 
 
+def test_the_doctor_finds_nothing_wrong_until_there_is(cluster_user: User) -> None:
+    """Workers that other tests have killed leave suspicions at most; what the router says itself is looked at."""
+    done = cluster_user.run("doctor", "--json", "--seconds", "0.5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["name"], answer["num_processes"]) == ("twinpool", 3)
+    assert "wrong" not in {finding["severity"] for finding in answer["findings"]}
+    told = Path(cluster_user.status()["socket_folder"]) / "says"
+    told.write_text(json.dumps({"loop_lag_s": 9.0}))
+    try:
+        done = cluster_user.run("doctor", "--seconds", "0.5")
+        assert done.returncode == 1
+        assert "\nwrong: router: its loop was 9.00 s late\n    should be: at most 0.5 s   [loop_lag]\n" in done.stdout
+        told.write_text(json.dumps({"uptime_s": "soon"}))
+        done = cluster_user.run("doctor", "--seconds", "0.5")
+        assert done.returncode == 1
+        assert "error: the status of twinpool is not understood: uptime_s: " in done.stderr
+        assert "hint: was it started by another version?" in done.stderr
+    finally:
+        told.unlink()
+
+
 def test_secrets_are_private(cluster_user: User) -> None:
     """The token of the embedded Ray is readable by its owner only, and so is the folder of the sockets."""
     token = cluster_user.cache / "runs" / "twinpool" / "ray-token"

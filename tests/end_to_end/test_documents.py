@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from twinpool.cluster.commands.status import COLUMNS
 from twinpool.cluster.config import ClusterSpec
+from twinpool.cluster.doctor import CHECKS
 from twinpool.cluster.metrics import Timeline
 from twinpool.cluster.protocol.codec import FROM_ROUTER, FROM_WORKER
 from twinpool.cluster.protocol.messages import Load
@@ -266,6 +267,10 @@ def test_the_metrics_table_lists_every_metric() -> None:
 
 def test_the_status_table_explains_every_column() -> None:
     assert [code_in(row[0]) for row in table_under(OPERATIONS, "Status")] == list(COLUMNS)
+
+
+def test_the_doctor_table_lists_every_check() -> None:
+    assert [code_in(row[0]) for row in table_under(OPERATIONS, "Doctor")] == list(CHECKS)
 
 
 def test_the_failure_table_quotes_messages_that_exist() -> None:

@@ -54,6 +54,21 @@ def launched(tmp_path: Path, tiny_llama: Path) -> Iterator[Launched]:
     launched.run("down", "--name", "launched")
 
 
+ABOUT_THE_MACHINE = {"heartbeats", "progress", "loop_lag"}  # its other programs can bring these about
+
+
+def wrong_checks(launched: Launched) -> set[str]:
+    """Return the checks of `twinpool doctor` that find something wrong; not those that a busy machine fails."""
+    command = [str(TWINPOOL), "doctor", "--name", "launched", "--json"]
+    done = subprocess.run(command, env=launched.environment, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["num_processes"] == 5
+    wrong = {finding["check"] for finding in answer["findings"] if finding["severity"] == "wrong"}
+    assert done.returncode == (1 if wrong else 0)
+    return wrong - ABOUT_THE_MACHINE
+
+
 def test_a_killed_worker_is_restarted_and_the_stream_goes_on(launched: Launched) -> None:
     """kill -9 in mid-stream: the answer is the same, the pool is whole again in 15 s, status says what happened."""
     fields = {"model": "tiny", "prompt": "a river", "seed": 3, "ignore_eos": True, "return_token_ids": True}
@@ -80,3 +95,4 @@ def test_a_killed_worker_is_restarted_and_the_stream_goes_on(launched: Launched)
 
         wait_until(is_whole, 15 - (time.monotonic() - killed_s), "the pool whole again")
     assert "SIGKILL" in launched.run("status", "--name", "launched")
+    assert wrong_checks(launched) == set()

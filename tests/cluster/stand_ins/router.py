@@ -5,6 +5,7 @@ import signal
 import socketserver
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,34 @@ TIMING = {
 }  # fmt: skip
 
 
+LOAD = {
+    "num_blocks": 100, "num_free_blocks": 97, "num_cached_blocks": 0, "num_granted_blocks": 0, "num_queued_tokens": 0,
+    "num_sequences": 3, "num_transfers": 0, "num_preemptions": 0, "num_dropped_frames": 0,
+}  # fmt: skip
+WORKER = {
+    "state": "alive", "incarnation": "a1", "load": LOAD, "since_s": 1.0, "last_heartbeat_s": 0.1,
+    "last_progress_s": 0.1, "fingerprint": "f1", "dtype": "float32", "block_size": 32, "num_blocks": 100,
+    "max_model_len": 512,
+}  # fmt: skip
+STARTED_S = time.monotonic()
+
+
 def workers() -> list[dict[str, Any]]:
     """Whoever left its file in the run folder and is still alive."""
     found = [json.loads(path.read_text()) for path in given.run_folder.glob("*.here")]
-    load = {"num_blocks": 100, "num_free_blocks": 97, "num_sequences": 3}
-    living = [row for row in found if Path(f"/proc/{row['pid']}/stat").exists()]
-    return [{**row, "state": "ready", "incarnation": "a1", "load": load, "since_s": 1.0} for row in living]
+    return [{**row, **WORKER} for row in found if Path(f"/proc/{row['pid']}/stat").exists()]
+
+
+def status() -> dict[str, Any]:
+    """What the real one answers, as far as `twinpool` reads it; a file `says` in the run folder changes it."""
+    told = given.run_folder / "says"
+    changes = json.loads(told.read_text()) if told.exists() else {}
+    return {
+        "ready": is_ready(), "incarnation": "r1", "uptime_s": time.monotonic() - STARTED_S, "queued": 0, "running": 3,
+        "malformed_messages": 0, "loop_lag_s": 0.0, "workers": workers(),
+        "incidents": [{"at_s_ago": 4.0, "worker": "prompt-0", "what": "joined"}],
+        **changes,
+    }  # fmt: skip
 
 
 def is_ready() -> bool:
@@ -49,10 +72,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/status":
-            incidents = [{"at_s_ago": 4.0, "worker": "prompt-0", "what": "joined"}]
-            self.answer(
-                200, {"workers": workers(), "incidents": incidents, "queued": 0, "running": 3, "ready": is_ready()}
-            )
+            self.answer(200, status())
         elif self.path == "/health/live":
             self.answer(200, {})
         else:

@@ -12,6 +12,7 @@ from twinpool.cluster.protocol.errors import LaunchError
 
 KEY = "sk-log-0123456789abcdef"
 SECRET = "zanzibar-heliotrope"
+THREE = {"max_tokens": 3, "ignore_eos": True}  # and a seed of the router's choice
 FAKE = {"engine": {"kind": "fake", "num_blocks": 64}}
 
 
@@ -26,9 +27,9 @@ def test_every_request_is_logged_and_no_text(tiny_llama: Path, tmp_path: Path, m
     with cluster:
         model, client = cluster.model, cluster.client
         message = {"role": "user", "content": SECRET}
-        good = client.post("/v1/chat/completions", json={"model": model, "messages": [message], "max_tokens": 3})
+        good = client.post("/v1/chat/completions", json={"model": model, "messages": [message], **THREE})
         assert good.status_code == 200, good.text
-        streamed = {"model": model, "prompt": [SECRET], "max_tokens": 3, "stream": True, "stop": [SECRET]}
+        streamed = {"model": model, "prompt": [SECRET], "stream": True, "stop": [SECRET], **THREE}
         assert client.post("/v1/completions", json=streamed).status_code == 200
         refused: list[dict[str, Any]] = [
             {"json": {"model": SECRET, "prompt": SECRET}},
@@ -46,7 +47,8 @@ def test_every_request_is_logged_and_no_text(tiny_llama: Path, tmp_path: Path, m
         with pytest.raises(LaunchError, match="hint: set TWINPOOL_API_KEY"):
             ask_question(cluster.url, model, Question(SECRET, max_tokens=2), lambda piece: None)
         monkeypatch.setenv("TWINPOOL_API_KEY", KEY)
-        ask_question(cluster.url, model, Question(SECRET, max_tokens=3), lambda piece: None)
+        asked = ask_question(cluster.url, model, Question(SECRET, max_tokens=3, wants_timing=True), lambda piece: None)
+        assert asked.timing is not None
         cluster.wait_idle()
         logs = {path.stem: path.read_text() for path in cluster.folder.glob("*.log")}
     assert set(logs) == {"router", "prompt-0", "completion-0"}
@@ -64,6 +66,7 @@ def test_every_request_is_logged_and_no_text(tiny_llama: Path, tmp_path: Path, m
         ("chat", "finished", "alice"),
     ]
     assert ended[0]["request_id"] in good.json()["id"]
-    assert all(line["num_output_tokens"] == 3 and 0 < line["ttft_s"] <= line["duration_s"] for line in ended)
+    assert [line["num_output_tokens"] for line in ended] == [3, 3, asked.timing["num_output_tokens"]]
+    assert all(0 < line["ttft_s"] <= line["duration_s"] for line in ended)
     num_refused = sum(line.get("status", 0) >= 400 for line in lines["router"])
     assert num_refused == len(refused) + 1

@@ -261,7 +261,8 @@ def test_up_fails_with_the_last_log_lines(user: User) -> None:
 
 
 def test_timeout_names_who_is_late(user: User) -> None:
-    spec = user.spec("prompt: {env: {STAND_IN_LATE: '1'}}")
+    """Regression: with a router that takes its time to end, nothing was said until all had ended."""
+    spec = user.spec("prompt: {env: {STAND_IN_LATE: '1', STAND_IN_BUSY: '1'}}")
     done = user.run("up", spec, "--port", "0", "--timeout", "2")
     assert done.returncode == 1
     assert "not ready within 2 s: prompt-0 starting" in done.stderr

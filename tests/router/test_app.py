@@ -331,3 +331,11 @@ def test_app_is_built_without_workers(backend: Any, tokenizer: Any) -> None:
     backend.status = None
     create_app(backend, tokenizer, "tiny")
     create_app(backend, tokenizer, "tiny")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_generation_is_posted(call: Any, path: str) -> None:
+    """The short way is for POST alone."""
+    response = call("GET", path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"

@@ -1,7 +1,8 @@
 """A stand-in for both workers: says that it is there by a file in the run folder, then waits.
 
 STAND_IN_EXIT=N in its environment, or N in a file NAME.exit in the run folder, makes it exit with N at once;
-STAND_IN_LATE=1 in its environment keeps it from ever being there.
+STAND_IN_LATE=1 in its environment keeps it from ever being there; STAND_IN_BUSY=1 keeps the router from ending when
+asked once.
 """
 
 import json
@@ -20,6 +21,8 @@ sys.stderr.flush()
 told = given.run_folder / f"{given.name}.exit"
 if "STAND_IN_EXIT" in os.environ or told.exists():
     sys.exit(int(os.environ.get("STAND_IN_EXIT") or told.read_text()))
+if "STAND_IN_BUSY" in os.environ:
+    (given.run_folder / "busy").touch()
 here = given.run_folder / f"{given.name}.here"
 if "STAND_IN_LATE" not in os.environ:
     partial = here.with_suffix(".partial")

@@ -35,6 +35,8 @@ class RoleArguments:
     name: str
     run_folder: Path
     admin_socket: Path | None
+    data_port: int = 0
+    advertise: str | None = None
 
 
 def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArguments:
@@ -45,6 +47,8 @@ def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArg
     parser.add_argument("--control", required=True, help="ZMQ address of the router's control socket")
     parser.add_argument("--name", default=program, help="stable name of this process, e.g. prompt-0")
     parser.add_argument("--run-folder", type=Path, default=Path("."), help="folder for this run's ipc sockets")
+    parser.add_argument("--data-port", type=int, default=0, help="COMPLETION only: TCP port for KV; default: any free")
+    parser.add_argument("--advertise", help="COMPLETION only: where it is reached, if elsewhere: tcp://HOST:PORT")
     parser.add_argument("--admin-socket", type=Path, help="router only: unix socket of the admin endpoint")
     parser.add_argument("--parent-fd", type=int, help="inherited pipe; this process exits when it closes")
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
@@ -58,7 +62,18 @@ def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArg
         raise ConfigError(
             f"--model-folder {given.model_folder} is not a folder", hint="python -m twinpool.engine.fetch"
         )
-    return RoleArguments(spec, given.model_folder, given.control, given.name, given.run_folder, given.admin_socket)
+    if given.advertise is not None and not given.advertise.startswith("tcp://"):
+        raise ConfigError(f"--advertise {given.advertise} is not of the form tcp://HOST:PORT")
+    return RoleArguments(
+        spec,
+        given.model_folder,
+        given.control,
+        given.name,
+        given.run_folder,
+        given.admin_socket,
+        given.data_port,
+        given.advertise,
+    )
 
 
 def exit_with_parent(parent_fd: int) -> None:

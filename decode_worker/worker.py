@@ -41,9 +41,12 @@ class CompletionWorker:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ipc_path = arguments.run_folder / f"{arguments.name}-{os.getpid()}.kv"
-        self._receiver = ZmqReceiver(self._context, ipc_path, spec.transfer.max_frame_bytes)
+        self._receiver = ZmqReceiver(
+            self._context, ipc_path, spec.transfer.max_frame_bytes, tcp_port=arguments.data_port
+        )
         self._ipc_path = ipc_path
-        greeting = hello(engine, spec.completion.engine, "COMPLETION", self._receiver.addresses)
+        addresses = self._receiver.addresses if arguments.advertise is None else (arguments.advertise,)
+        greeting = hello(engine, spec.completion.engine, "COMPLETION", addresses)
         self._control = Control(arguments, self._context, greeting, self._core.load())
 
     def run(self) -> int:

@@ -38,9 +38,14 @@ class Received:
 
 class ZmqReceiver:
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], ipc_path: Path, max_frame_bytes: int, tcp_host: str = "127.0.0.1"
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        ipc_path: Path,
+        max_frame_bytes: int,
+        tcp_host: str = "127.0.0.1",
+        tcp_port: int = 0,
     ) -> None:
-        """Bind both addresses. Raises ConfigError when the ipc path is no good."""
+        """Bind both addresses; `tcp_port` 0 is any free one. Raises ConfigError when one of them is no good."""
         self.num_malformed = 0
         self.socket = context.socket(zmq.ROUTER)
         _set_common_options(self.socket, max_frame_bytes)
@@ -53,8 +58,12 @@ class ZmqReceiver:
                 f"cannot open the data socket {ipc_path}: {error}",
                 hint="--run-folder must be a folder that can be written, with a path well below 100 characters",
             ) from error
-        port = self.socket.bind_to_random_port(f"tcp://{tcp_host}")
-        self.addresses = (f"ipc://{ipc_path}", f"tcp://{tcp_host}:{port}")
+        try:
+            self.socket.bind(f"tcp://{tcp_host}:{tcp_port or '*'}")
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise ConfigError(f"cannot open the data socket tcp://{tcp_host}:{tcp_port}: {error}") from error
+        self.addresses = (f"ipc://{ipc_path}", self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def receive(self) -> Received | None:
         """Return the next well-formed message, or None when there is none now."""

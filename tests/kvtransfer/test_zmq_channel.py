@@ -202,3 +202,17 @@ def test_a_socket_path_that_is_too_long_is_named(context: Context, socket_folder
     path = socket_folder / ("x" * 120)
     with pytest.raises(ConfigError, match=r"cannot open the data socket .*x: .*\nhint: --run-folder"):
         ZmqReceiver(context, path, MAX_FRAME_BYTES)
+
+
+def test_the_tcp_port_can_be_chosen_and_one_that_is_taken_is_named(
+    context: Context, receiver: ZmqReceiver, socket_folder: Path
+) -> None:
+    """Whoever is reached through something else (a proxy, a Kubernetes service) needs a port that is known before."""
+    port = int(receiver.addresses[1].rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"cannot open the data socket tcp://127\.0\.0\.1:{port}: .*in use"):
+        ZmqReceiver(context, socket_folder / "other", MAX_FRAME_BYTES, tcp_port=port)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free_port = probe.getsockname()[1]
+    with closing(ZmqReceiver(context, socket_folder / "other", MAX_FRAME_BYTES, tcp_port=free_port)) as other:
+        assert other.addresses[1] == f"tcp://127.0.0.1:{free_port}"

@@ -6,7 +6,8 @@ A request's life here:
 2. Frames come; each is checked by the receiver, and its bytes are written only under the current generation.
 3. Done verified: the sequence joins the running batch with its first token.
 4. Every step's tokens go to the router. When blocks run out, the newest sequence is handed back, never lost.
-5. It ends by stop token, length, Cancel, or an expired lease; its blocks are free at once.
+5. When its PROMPT worker dies under way, what has arrived waits, under its lease, for the attempt that goes on.
+6. It ends by stop token, length, Cancel, or an expired lease; its blocks are free at once.
 """
 
 import math
@@ -204,21 +205,54 @@ class CompletionCore:
         key = (message.request_id, message.attempt)
         if key in self._held:
             return []  # delivered twice
-        if message.remaining_ms == 0:
-            return [_expired(key)]
-        length = len(message.token_ids)
-        is_last = message.num_output_tokens + 1 >= message.sampling.max_tokens  # it will end with the first token
-        num_tokens = length if is_last else length + 1
-        num_blocks = blocks_for(num_tokens, self.limits.block_size)
-        fits = num_tokens <= self.limits.max_model_len and num_blocks <= self.pool.num_blocks
-        if not (message.num_output_tokens < length and fits):
-            reason = f"{length} tokens do not fit: context {self.limits.max_model_len}, {self.pool.num_blocks} blocks"
-            failed = Failed(request_id=key[0], attempt=key[1], reason=reason, is_retryable=False, is_too_long=True)
-            return [ToRouter(failed)]
-        holding = self.pool.allocate(key, num_blocks, "granted") if self._has_room(num_blocks) else None
-        if holding is None:
+        refusal, num_blocks = self._refusal(message), blocks_for(_num_tokens(message), self.limits.block_size)
+        arrived = () if refusal else self._adopt(message, num_blocks, now)
+        if arrived:
+            return [self._granted(message, arrived, now)]
+        given_up = self._cancel((message.request_id, message.resumed_attempt), False, now)
+        if refusal is not None:
+            return [*given_up, refusal]
+        if not (self._has_room(num_blocks) and self.pool.allocate(key, num_blocks, "granted")):
             busy = Busy(request_id=key[0], attempt=key[1], num_free_blocks=self.pool.num_free)
-            return [ToRouter(busy)]
+            return [*given_up, ToRouter(busy)]
+        return [*given_up, self._granted(message, (), now)]
+
+    def _refusal(self, message: GrantRequest) -> ToRouter | None:
+        """Return why this request will never be served here; None when there only has to be room."""
+        key, num_tokens, length = (message.request_id, message.attempt), _num_tokens(message), len(message.token_ids)
+        if message.remaining_ms == 0:
+            return _expired(key)
+        fits = blocks_for(num_tokens, self.limits.block_size) <= self.pool.num_blocks
+        if message.num_output_tokens < length and num_tokens <= self.limits.max_model_len and fits:
+            return None
+        reason = f"{length} tokens do not fit: context {self.limits.max_model_len}, {self.pool.num_blocks} blocks"
+        failed = Failed(request_id=key[0], attempt=key[1], reason=reason, is_retryable=False, is_too_long=True)
+        return ToRouter(failed)
+
+    def _adopt(self, message: GrantRequest, num_blocks: int, now: float) -> tuple[int, ...]:
+        """Give the new attempt what the resumed one has; return, for each layer, the first token that is missing.
+
+        Returns nothing when there is nothing to go on from, or no room for the tokens that have come since.
+        """
+        old, key = (message.request_id, message.resumed_attempt), (message.request_id, message.attempt)
+        held = self._held.get(old)
+        if held is None or not self.receiver.is_open(old):
+            return ()
+        known = held.sequence.token_ids
+        num_more = max(0, num_blocks - len(held.sequence.block_table))
+        has_room = not num_more or self.scheduler.has_headroom(num_more)
+        if known != list(message.token_ids[: len(known)]) or not has_room:
+            return ()
+        self.pool.extend(old, num_more)
+        del self._held[old]
+        holding = self.pool.adopt(key, old)
+        return self.receiver.adopt(key, old, holding.generation, len(message.token_ids), now)
+
+    def _granted(self, message: GrantRequest, arrived: tuple[int, ...], now: float) -> CompletionCommand:
+        """Hold the request, whose blocks are reserved; `arrived`: see `_adopt`."""
+        key, length = (message.request_id, message.attempt), len(message.token_ids)
+        holding = self.pool.holding(key)
+        assert holding is not None
         sequence = Sequence(
             *key,
             token_ids=list(message.token_ids),
@@ -229,15 +263,17 @@ class CompletionCore:
         )
         deadline_s = math.inf if message.remaining_ms is None else now + message.remaining_ms / 1000
         self._held[key] = Held(sequence, now + self.limits.lease_s, deadline_s)
-        self.receiver.grant(key, holding.generation, range(length), now)
+        if not arrived:
+            self.receiver.grant(key, holding.generation, range(length), now)
         granted = Granted(
             request_id=key[0],
             attempt=key[1],
             generation=holding.generation,
             credit_bytes=self.limits.credit_bytes,
+            arrived_tokens=arrived,
             num_free_blocks=self.pool.num_free,
         )
-        return [ToRouter(granted)]
+        return ToRouter(granted)
 
     def _has_room(self, num_blocks: int) -> bool:
         return len(self._held) < self.limits.max_num_seqs and self.scheduler.has_headroom(num_blocks)
@@ -336,6 +372,12 @@ class CompletionCore:
     def _failed(self, key: Owner, reason: str, is_retryable: bool = True) -> ToRouter:
         failed = Failed(request_id=key[0], attempt=key[1], reason=reason[:1024], is_retryable=is_retryable)
         return ToRouter(failed)
+
+
+def _num_tokens(message: GrantRequest) -> int:
+    """Return the room that is asked for: the prompt, and the token behind it if there can be one."""
+    is_last = message.num_output_tokens + 1 >= message.sampling.max_tokens  # it will end with the first token
+    return len(message.token_ids) + (0 if is_last else 1)
 
 
 def _expired(key: Owner) -> ToRouter:

@@ -62,6 +62,15 @@ class BlockPool:
         self._holdings[owner].blocks.extend(self._take(num_blocks))
         return True
 
+    def adopt(self, heir: Owner, owner: Owner) -> Holding:
+        """Everything `owner` holds becomes `heir`'s, under a new generation: what was sent to `owner` is late now."""
+        assert heir not in self._holdings, f"{heir} holds blocks already"
+        holding = self._holdings.pop(owner)
+        self._last_generation += 1
+        holding.generation = self._last_generation
+        self._holdings[heir] = holding
+        return holding
+
     def promote(self, owner: Owner) -> None:
         """A granted holding becomes a sequence's; blocks and generation stay."""
         self._holdings[owner].use = "sequence"

@@ -44,12 +44,20 @@ class SenderThread:
         self._thread = threading.Thread(target=self._run, name=f"send-to-{name}", daemon=True)
         self._thread.start()
 
-    def open(self, key: Key, generation: int, credit_bytes: int, first_token: int, block_table: Sequence[int]) -> None:
+    def open(
+        self,
+        key: Key,
+        generation: int,
+        credit_bytes: int,
+        first_token: int,
+        block_table: Sequence[int],
+        arrived_tokens: Sequence[int] = (),
+    ) -> None:
         """Begin a transfer; its blocks must stay untouched until `on_closed`."""
 
         def start() -> None:
             self._tables[key] = block_table
-            self._sender.open(key, generation, credit_bytes, first_token)
+            self._sender.open(key, generation, credit_bytes, first_token, arrived_tokens)
 
         self._events.put(start)
 

@@ -5,7 +5,8 @@ A transfer's life here:
 2. `frame`: identity, layout, order, ranges, length and checksum are checked before Write is returned, so that no byte
    is copied under any generation but the current one (I2). Layers must arrive without gap or overlap.
 3. `done`: frame count, digest and coverage are checked; Ack goes back, Complete hands over the first token.
-4. Or `cancel`, a failed check, or an expired lease: while a sender may still be sending, the blocks stay reserved until
+4. Or the sender dies, and another one goes on where it stopped: `adopt` gives what has arrived to a new attempt.
+5. Or `cancel`, a failed check, or an expired lease: while a sender may still be sending, the blocks stay reserved until
    its Cancelled arrives, its process is gone, or the lease runs out; then Released. Late frames are counted, dropped.
 """
 
@@ -98,6 +99,17 @@ class Receiver:
         self._transfers[key] = IncomingTransfer(
             key, generation, tokens.start, tokens.stop, now + self._lease_s, next_token
         )
+
+    def adopt(self, heir: Key, key: Key, generation: int, num_tokens: int, now: float) -> tuple[int, ...]:
+        """The sender of `key` is dead: `heir` expects what is missing up to `num_tokens`, under a new generation.
+
+        Returns, for each layer, the first token that is missing. Whatever still comes for `key` is late.
+        """
+        arrived = self._transfers.pop(key)
+        assert not arrived.is_cancelling and arrived.num_tokens <= num_tokens, "nothing to go on from"
+        self.grant(heir, generation, range(arrived.first_token, num_tokens), now)
+        self._transfers[heir].next_token = arrived.next_token
+        return tuple(arrived.next_token)
 
     def renew(self, key: Key, now: float) -> None:
         transfer = self._transfers.get(key)

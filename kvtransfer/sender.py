@@ -1,7 +1,7 @@
 """The sending side of transfers to one peer. Pure: events in, one command at a time out, the clock an argument.
 
 A transfer's life here:
-1. `open` with the grant: generation, credits, the first token that the receiver does not have.
+1. `open` with the grant: generation, credits, and for each layer the first token that the receiver does not have.
 2. `layer_written` for every layer of every chunk, in the order of the computation.
 3. `finish` with the first output token, once the last chunk is done.
 4. `next_command` yields SendFrame while credits last (short prompts join layers), then SendDone.
@@ -9,6 +9,7 @@ A transfer's life here:
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -77,7 +78,7 @@ class OutgoingTransfer:
     key: Key
     generation: int
     credit_bytes: int
-    first_token: int
+    first_tokens: Sequence[int]
     expires_at: float | None = None  # set while we wait for the peer
     pieces: deque[Piece] = field(default_factory=deque[Piece])
     num_sent_bytes: int = 0
@@ -100,14 +101,20 @@ class Sender:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def open(self, key: Key, generation: int, credit_bytes: int, first_token: int) -> None:
+    def open(
+        self, key: Key, generation: int, credit_bytes: int, first_token: int, arrived_tokens: Sequence[int] = ()
+    ) -> None:
+        """`first_token`: the first that the receiver does not have; `arrived_tokens`: the same for each layer apart."""
         assert key not in self._transfers, f"transfer {key} is open already"
-        self._transfers[key] = OutgoingTransfer(key, generation, credit_bytes, first_token)
+        first_tokens = [max(first_token, arrived) for arrived in arrived_tokens] or [
+            first_token for _ in range(self._layout.num_layers)
+        ]
+        self._transfers[key] = OutgoingTransfer(key, generation, credit_bytes, first_tokens)
 
     def layer_written(self, key: Key, layer: int, tokens: range) -> None:
         """Layer `layer` has keys and values for `tokens`; what the receiver already has is skipped."""
         transfer = self._transfers.get(key)
-        start = max(tokens.start, transfer.first_token) if transfer else tokens.stop
+        start = max(tokens.start, transfer.first_tokens[layer]) if transfer else tokens.stop
         if transfer is None or start >= tokens.stop:
             return
         last = transfer.pieces[-1] if transfer.pieces else None

@@ -110,6 +110,7 @@ class PromptJob:
     deadline_s: float = math.inf  # nobody wants the answer any more
     is_open: bool = False  # a transfer exists and has not closed
     is_over: bool = False  # finished or given up: only the close of the transfer is awaited
+    is_prefilled: bool = False  # the router has its first token, and relies on the transfer
     is_peer_gone: bool = False  # the transfer is closing by itself
     started_s: float | None = None
     received_s: float = 0.0
@@ -145,13 +146,17 @@ class PromptCore:
                 return []
 
     def on_closed(self, closed: Closed, now: float) -> list[PromptCommand]:
-        """The transfer of `closed.key` ended; nothing reads its blocks any more."""
+        """The transfer of `closed.key` ended; nothing reads its blocks any more.
+
+        A failure is the router's to know also when it has the first token: without the KV no second one comes.
+        """
         job = self._jobs.pop(closed.key)
         self.scheduler.remove(closed.key)
         self.pool.release(closed.key)
         if job.is_probe and closed.outcome == "acked" and job.started_s is not None:
             return [ToRouter(TransferTimed(probe_id=closed.key[0], transfer_s=now - job.started_s))]
-        return [] if job.is_over and not job.is_probe else [self._failed(closed.key, closed.reason)]
+        is_expected = job.is_over and not job.is_probe and not job.is_prefilled
+        return [] if is_expected or closed.outcome == "acked" else [self._failed(closed.key, closed.reason)]
 
     def reset(self) -> list[PromptCommand]:
         """Drop everything: whoever asked for it is gone."""
@@ -293,7 +298,7 @@ class PromptCore:
             queue_s=job.started_s - job.received_s,
             prefill_s=now - job.started_s,
             num_computed_tokens=len(sequence.token_ids),
-            num_kv_bytes=self.limits.kv_bytes_per_token * (len(sequence.token_ids) - message.num_cached_tokens),
+            num_kv_bytes=self._num_kv_bytes(message),
             num_kv_bytes_arrived=num_arrived,
         )
         position = message.num_output_tokens
@@ -309,8 +314,15 @@ class PromptCore:
         job.is_over = True
         if reason is not None:
             return [ToRouter(report), AbortTransfer(sequence.key, message.receiver, "the request is finished", True)]
+        job.is_prefilled = True
         output = FirstOutput(position, token, stages)
         return [ToRouter(report), FinishTransfer(sequence.key, message.receiver, output)]
+
+    def _num_kv_bytes(self, message: Prefill) -> int:
+        """Return how much this transfer has to move."""
+        arrived = message.arrived_tokens or (message.num_cached_tokens,)
+        num_there = sum(arrived) / len(arrived)
+        return round(self.limits.kv_bytes_per_token * (len(message.token_ids) - num_there))
 
     def _renew(self, message: Renew, now: float) -> list[PromptCommand]:
         wanted = (*message.requests, *message.prefilled)
@@ -332,7 +344,7 @@ class PromptCore:
         job = self._jobs.get(key)
         if job is None:
             return []
-        job.is_over = True
+        job.is_over, job.is_prefilled = True, False
         self.scheduler.remove(key)
         if job.is_peer_gone:
             if not job.is_open:

@@ -120,6 +120,7 @@ class PromptWorker:
                         prefill.credit_bytes,
                         prefill.num_cached_tokens,
                         command.block_table,
+                        prefill.arrived_tokens,
                     )
                 case TimeKV():
                     self._time_transfer(command)

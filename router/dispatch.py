@@ -170,7 +170,10 @@ class Dispatcher:
         if was_complete and not self.is_complete:
             self._incomplete_since_s = now
         for lifecycle in [lc for lc in self._requests.values() if lc.depends_on(worker)]:
-            commands += self._lose(lifecycle, f"{worker.name} died", now, lost=worker)
+            if lifecycle.is_kept_on(worker):
+                lifecycle.kept = None
+            else:
+                commands += self._lose(lifecycle, f"{worker.name} died", now, lost=worker)
         return commands + self._dispatch(now)
 
     def is_idle(self, worker: WorkerId) -> bool:
@@ -250,6 +253,8 @@ class Dispatcher:
         self._placement.granted(lifecycle.request.request_id, worker, now - lifecycle.asked_s)
         if now >= lifecycle.deadline_s:
             return self._expire(lifecycle, now)
+        if lifecycle.prompt_worker not in self._hellos:
+            return self._lose(lifecycle, "its PROMPT worker died", now, lost=lifecycle.prompt_worker)
         return lifecycle.granted(message, self._hellos[worker].data_addresses, now)
 
     def _busy(self, lifecycle: Lifecycle, now: float) -> list[RouterCommand]:
@@ -285,7 +290,10 @@ class Dispatcher:
         return []
 
     def _failed(self, lifecycle: Lifecycle, worker: WorkerId, message: Failed, now: float) -> list[RouterCommand]:
-        if worker not in lifecycle.holders():
+        if lifecycle.is_kept_on(worker):
+            lifecycle.kept = None
+            return []
+        if not lifecycle.depends_on(worker):
             return []
         if message.is_expired:
             return self._expire(lifecycle, now)
@@ -298,6 +306,9 @@ class Dispatcher:
         lifecycle = self._current(*key)
         if lifecycle is None or worker not in lifecycle.holders():
             return []
+        if lifecycle.is_kept_on(worker):
+            lifecycle.kept = None
+            return []
         return self._lose(lifecycle, f"{worker.name} does not know the request", now)
 
     def _lose(self, lifecycle: Lifecycle, reason: str, now: float, lost: WorkerId | None = None) -> list[RouterCommand]:
@@ -308,8 +319,9 @@ class Dispatcher:
                 lifecycle, "worker_failed", f"The request failed on several workers: {reason}.", now, lost
             )
         self.counts.num_retries += 1
-        commands = lifecycle.stop_workers(lost)
-        self._requeue(lifecycle, now)
+        keeps_kv = lifecycle.can_keep_kv(lost) and lifecycle.completion_worker in self._hellos
+        commands = [] if keeps_kv else lifecycle.stop_workers(lost)
+        self._requeue(lifecycle, now, keeps_kv)
         return commands
 
     def _fail(
@@ -334,9 +346,9 @@ class Dispatcher:
             self._forget(lifecycle, now)
         return commands
 
-    def _requeue(self, lifecycle: Lifecycle, now: float) -> None:
+    def _requeue(self, lifecycle: Lifecycle, now: float, keeps_kv: bool = False) -> None:
         self._note_freed(lifecycle)
-        lifecycle.requeue()
+        lifecycle.requeue(keeps_kv)
         self._placement.enqueue(self._tickets[lifecycle.request.request_id], now)
 
     def _note_freed(self, lifecycle: Lifecycle) -> None:
@@ -384,7 +396,9 @@ class Dispatcher:
             if now >= lifecycle.deadline_s:
                 commands += self._expire(lifecycle, now)
                 continue
-            pair = self._placement.place_next(lifecycle.num_tokens, now)
+            pair = self._placement.place_next(
+                lifecycle.num_tokens, now, lifecycle.kept.worker if lifecycle.kept else None
+            )
             if pair is None:
                 break
             num_drained += self._tickets[request_id].cost if lifecycle.attempt == 0 else 0

@@ -7,6 +7,7 @@
 Every try is a new attempt; messages of other attempts are not ours and are ignored. Tokens are facts about positions:
 whoever reports them, in whatever order, each goes to the client once, in order. A later attempt continues after the
 tokens that are known, because sampling depends on nothing but the tokens, the seed and the position.
+When a PROMPT worker dies, the COMPLETION worker keeps what it has of the KV for the next attempt (`kept`).
 The scores of a prompt are such facts, too, and come before every token: tokens that overtake them are held back.
 Knows no queue and no other request; which workers to use is the dispatcher's choice.
 """
@@ -74,6 +75,14 @@ class Stamps:
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A lost attempt's KV, as far as it came, on the COMPLETION worker that had granted room for it."""
+
+    worker: WorkerId
+    attempt: int
+
+
 class Lifecycle:
     def __init__(self, request: GenerationRequest, arrival_order: int, now: float, deadline_s: float) -> None:
         self.request = request
@@ -83,6 +92,7 @@ class Lifecycle:
         self.attempt = 0
         self.prompt_worker: WorkerId | None = None
         self.completion_worker: WorkerId | None = None
+        self.kept: Kept | None = None  # set only while queued
         self.outputs: list[SampledToken] = []
         self.num_failures = 0
         self.num_preemptions = 0
@@ -118,22 +128,26 @@ class Lifecycle:
         return self.phase in (Phase.PREFILLING, Phase.DECODING)
 
     def ask(self, prompt_worker: WorkerId, completion_worker: WorkerId, now: float) -> list[RouterCommand]:
-        """Begin a new attempt on this pair."""
+        """Begin a new attempt on this pair. Where KV of the last one is kept, it goes on from that."""
         assert self.phase is Phase.QUEUED
-        self.phase = Phase.GRANTING
+        is_resumed = self.kept is not None and self.kept.worker == completion_worker
+        resumed_attempt = self.kept.attempt if self.kept is not None and is_resumed else 0
+        commands = [] if is_resumed else self._drop_kept()
+        self.phase, self.kept = Phase.GRANTING, None
         self.attempt += 1
         self.prompt_worker, self.completion_worker = prompt_worker, completion_worker
         self.asked_s, self._completion_has_reported, self._completion_has_ended = now, False, False
         grant = GrantRequest(
             request_id=self.request.request_id,
             attempt=self.attempt,
+            resumed_attempt=resumed_attempt,
             num_output_tokens=len(self.outputs),
             arrival_order=self.arrival_order,
             sampling=_without_scores(self.request.sampling),
             remaining_ms=self._remaining_ms(now),
             token_ids=self.token_ids,
         )
-        return [Send(completion_worker, grant)]
+        return [*commands, Send(completion_worker, grant)]
 
     def granted(self, message: Granted, addresses: tuple[str, ...], now: float) -> list[RouterCommand]:
         """The grant is here: the prompt goes to the PROMPT worker."""
@@ -150,6 +164,7 @@ class Lifecycle:
             generation=message.generation,
             credit_bytes=message.credit_bytes,
             num_cached_tokens=message.num_cached_tokens,
+            arrived_tokens=message.arrived_tokens,
             receiver=str(self.completion_worker),
             receiver_addresses=addresses,
             remaining_ms=self._remaining_ms(now),
@@ -213,16 +228,21 @@ class Lifecycle:
                 lacks_first = not num_known and not (message.tokens and message.stages)
                 return message.position > num_known or lacks_first
 
-    def requeue(self) -> None:
-        """The attempt is over without an answer; nobody works on it any more, or has been told to stop."""
+    def requeue(self, keeps_kv: bool = False) -> None:
+        """The attempt is over without an answer; nobody works on it any more, or has been told to stop.
+
+        `keeps_kv`: its PROMPT worker died, and the COMPLETION worker was not told to stop: it may have some of the KV.
+        """
         assert self.phase is not Phase.ENDED
+        assert not keeps_kv or self.completion_worker is not None
+        self.kept = Kept(self.completion_worker, self.attempt) if keeps_kv and self.completion_worker else None
         self.phase = Phase.QUEUED
         self.prompt_worker = self.completion_worker = None
         self._held.clear()  # the next attempt chooses the same tokens again
 
     def stop_workers(self, lost: WorkerId | None = None) -> list[RouterCommand]:
         """Return the Cancels that end the present attempt; `lost` is dead and needs none."""
-        commands: list[RouterCommand] = []
+        commands = self._drop_kept(lost)
         if (self._may_be_sending or self._awaits_scores) and self.prompt_worker not in (None, lost):
             commands += self._cancel_prompt()
         if self.phase is not Phase.QUEUED and self.completion_worker not in (None, lost):
@@ -254,12 +274,21 @@ class Lifecycle:
                 held = [self.prompt_worker] if self._awaits_scores else []
                 held += [] if self._completion_has_ended else [self.completion_worker]
             case _:
-                held = []
+                held = [self.kept.worker] if self.kept is not None else []
         return [worker for worker in held if worker is not None]
 
     def depends_on(self, worker: WorkerId) -> bool:
         """True when the death of `worker` ends this attempt; a PROMPT worker may have KV to send after its report."""
         return worker in self.holders() or (self._may_be_sending and worker == self.prompt_worker)
+
+    def can_keep_kv(self, lost: WorkerId | None) -> bool:
+        """True when `lost` is the PROMPT worker, and the COMPLETION worker may have got something from it."""
+        has_grant = self.is_running and self.completion_worker is not None
+        return has_grant and lost is not None and lost == self.prompt_worker and self._may_be_sending
+
+    def is_kept_on(self, worker: WorkerId) -> bool:
+        """True when this request waits, and what it has on `worker` is only kept: its loss ends no attempt."""
+        return self.kept is not None and self.kept.worker == worker
 
     @property
     def _may_be_sending(self) -> bool:
@@ -299,6 +328,13 @@ class Lifecycle:
 
     def _remaining_ms(self, now: float) -> int:
         return max(math.ceil(1000.0 * (self.deadline_s - now)), 0)
+
+    def _drop_kept(self, lost: WorkerId | None = None) -> list[RouterCommand]:
+        """The KV of the lost attempt is of no use any more; its sender is dead."""
+        kept, self.kept = self.kept, None
+        if kept is None or kept.worker == lost:
+            return []
+        return [Send(kept.worker, Cancel(request_id=self.request.request_id, attempt=kept.attempt))]
 
     def _cancel_prompt(self) -> list[RouterCommand]:
         assert self.prompt_worker is not None

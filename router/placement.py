@@ -158,9 +158,14 @@ class Placement:
         ticket = self.queue.head()
         return ticket.request_id if ticket is not None else None
 
-    def place_next(self, num_tokens: int, now: float) -> tuple[WorkerId, WorkerId] | None:
-        """Charge a pair with the next request, of `num_tokens`; None, and it stays queued, when no pair has room."""
-        pair = self._choose_pair(num_tokens, now)
+    def place_next(
+        self, num_tokens: int, now: float, keeper: WorkerId | None = None
+    ) -> tuple[WorkerId, WorkerId] | None:
+        """Charge a pair with the next request, of `num_tokens`; None, and it stays queued, when no pair has room.
+
+        `keeper` has blocks for it already.
+        """
+        pair = self._choose_pair(num_tokens, now, keeper)
         if pair is None:
             return None
         prompt, completion = pair
@@ -221,11 +226,14 @@ class Placement:
         if view is not None:
             view.num_free_blocks = num_free_blocks
 
-    def _choose_pair(self, num_tokens: int, now: float) -> tuple[PromptView, CompletionView] | None:
+    def _choose_pair(
+        self, num_tokens: int, now: float, keeper: WorkerId | None
+    ) -> tuple[PromptView, CompletionView] | None:
         trusted = [view for view in self._prompts.values() if view.worker not in self.suspects]
         ahead_s = self._ahead_s if self.queue.is_shared(now) else None
         prompts = [view for view in trusted if view.has_room(now, ahead_s)]
-        completion = self._completion_view(num_tokens, now)
+        is_kept = keeper is not None and keeper in self._completions and keeper not in self.suspects
+        completion = self._completions[keeper] if keeper and is_kept else self._completion_view(num_tokens, now)
         if not prompts or completion is None:
             return None
         return min(prompts, key=lambda v: (v.predicted_wait_s, v.turn, v.worker)), completion

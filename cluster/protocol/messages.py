@@ -18,6 +18,8 @@ Name = Annotated[str, Field(min_length=1, max_length=128)]
 FinishReason = Literal["stop", "length"]
 TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
+ArrivedTokens = Annotated[tuple[TokenCount, ...], Field(max_length=1024)]
+
 MAX_SEQUENCES_PER_MESSAGE = 32  # keeps Tokens below the control channel's limit, log-probabilities included
 MAX_SCORES_PER_MESSAGE = 64  # prompt tokens; likewise
 MAX_GRAMMAR_CHARACTERS = 12 * 1024  # keeps GrantRequest and Prefill below the limit, whatever the alphabet
@@ -126,13 +128,17 @@ class Heartbeat(Message):
 
 
 class Granted(Message):
-    """worker → router (COMPLETION): blocks are reserved; tokens below `num_cached_tokens` are here already."""
+    """worker → router (COMPLETION): blocks are reserved; tokens below `num_cached_tokens` are here already.
+
+    `arrived_tokens`: for each layer, how far an earlier attempt had come whose sender died; none: there was no such.
+    """
 
     request_id: Name
     attempt: int
     generation: int = Field(ge=1)
     credit_bytes: int = Field(ge=1)
     num_cached_tokens: int = Field(default=0, ge=0)
+    arrived_tokens: ArrivedTokens = ()
     num_free_blocks: int = Field(ge=0)
 
 
@@ -266,10 +272,14 @@ class Introduce(Message):
 
 
 class GrantRequest(Message):
-    """router → worker (COMPLETION): reserve room for this prompt plus one token."""
+    """router → worker (COMPLETION): reserve room for this prompt plus one token.
+
+    `resumed_attempt`: its PROMPT worker died, and what this worker has of its KV need not be sent again; 0: none.
+    """
 
     request_id: Name
     attempt: int
+    resumed_attempt: int = Field(default=0, ge=0)
     num_output_tokens: int = Field(default=0, ge=0)  # how many of the token ids are output of an earlier attempt
     arrival_order: int = Field(ge=0)  # the larger, the newer: the newest is preempted first
     sampling: SamplingParams
@@ -287,6 +297,7 @@ class Prefill(Message):
     generation: int = Field(ge=1)
     credit_bytes: int = Field(ge=1)
     num_cached_tokens: int = Field(default=0, ge=0)
+    arrived_tokens: ArrivedTokens = ()
     receiver: Name  # WorkerId of the COMPLETION worker
     receiver_addresses: tuple[Annotated[str, Field(max_length=256)], ...] = Field(max_length=4)
     remaining_ms: int | None = Field(default=None, ge=0)

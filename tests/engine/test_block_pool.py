@@ -138,3 +138,19 @@ class AnyUse(RuleBasedStateMachine):
 
 AnyUse.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestAnyUse = AnyUse.TestCase
+
+
+def test_an_heir_gets_the_blocks_under_a_generation_of_its_own() -> None:
+    pool = BlockPool(8)
+    old = pool.allocate(("a", 1), 3, "granted")
+    assert old is not None
+    blocks, generation = list(old.blocks), old.generation
+    heir = pool.adopt(("a", 2), ("a", 1))
+    assert (heir.blocks, heir.use) == (blocks, "granted")
+    assert heir.generation > generation
+    assert pool.owners() == [("a", 2)]
+    pool.check()
+    pool.release(("a", 1))
+    assert pool.num_free == 5, "the old owner holds nothing"
+    pool.release(("a", 2))
+    assert pool.num_free == 8

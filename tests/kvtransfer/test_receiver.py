@@ -442,3 +442,31 @@ class AnyEvents(RuleBasedStateMachine):
 
 AnyEvents.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestAnyEvents = AnyEvents.TestCase
+
+
+def test_a_new_attempt_goes_on_where_a_dead_sender_stopped() -> None:
+    """Two layers of three had come; the heir asks for the third, and then for the token that came since."""
+    receiver, heir = granted(range(8)), ("r", 2)
+    receiver.frame(frame(0, range(2), range(8)), LAYOUT.frame_bytes(2, 8), True, 1.0)
+    assert receiver.adopt(heir, KEY, 9, 9, 2.0) == (8, 8, 0)
+    assert receiver.keys() == [heir]
+    late = receiver.frame(frame(1, range(2, 3), range(8)), LAYOUT.frame_bytes(1, 8), True, 2.5)
+    assert [type(command) for command in late] == [Reply], "the dead sender's frames are refused"
+    commands = receiver.frame(
+        frame(0, range(2, 3), range(8), generation=9, key=heir), LAYOUT.frame_bytes(1, 8), True, 3.0
+    )
+    assert isinstance(commands[0], Write)
+    assert (commands[0].generation, commands[0].layers) == (9, range(2, 3))
+    early = receiver.done(done(1, generation=9, key=heir), 3.0)
+    assert isinstance(early[-1], TransferFailed), "the ninth token's keys and values are missing"
+
+
+def test_an_heir_completes_with_what_it_was_sent_itself() -> None:
+    receiver, heir = granted(range(8)), ("r", 2)
+    receiver.frame(frame(0, range(2), range(8)), LAYOUT.frame_bytes(2, 8), True, 1.0)
+    receiver.adopt(heir, KEY, 9, 9, 2.0)
+    receiver.frame(frame(0, range(2, 3), range(8), generation=9, key=heir), LAYOUT.frame_bytes(1, 8), True, 3.0)
+    receiver.frame(frame(1, range(3), range(8, 9), generation=9, key=heir), LAYOUT.frame_bytes(3, 1), True, 3.0)
+    *_, complete = receiver.done(done(2, generation=9, key=heir), 3.0)
+    assert isinstance(complete, Complete)
+    assert complete.key == heir

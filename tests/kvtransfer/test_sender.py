@@ -68,6 +68,20 @@ def test_each_layer_is_sent_as_soon_as_it_is_written() -> None:
     assert sent == [[(0, 1, 0, 8)], [(1, 2, 0, 8)], [(2, 3, 0, 8)]]
 
 
+def test_what_an_earlier_attempt_brought_is_not_sent_again() -> None:
+    """Each layer begins where the receiver has nothing yet; layers that begin together still share a frame."""
+    sender = Sender(LAYOUT, WIDE)
+    sender.open(KEY, 7, 1 << 30, 0, arrived_tokens=(8, 4, 4))
+    write(sender, range(6))
+    write(sender, range(6, 8))
+    assert ranges(send_all(sender)) == [(1, 3, 4, 6), (1, 3, 6, 8)]
+    sender.finish(KEY, OUTPUT)
+    *_, last = send_all(sender)
+    assert isinstance(last, SendMessage)
+    assert isinstance(last.message, Done)
+    assert last.message.num_frames == 2
+
+
 def test_done_follows_the_last_frame_and_says_what_was_sent() -> None:
     sender = opened()
     write(sender, range(8))

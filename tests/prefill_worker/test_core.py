@@ -105,6 +105,30 @@ def test_a_prompt_opens_its_transfer_runs_its_chunks_and_reports() -> None:
     assert core.pool.num_free == 10
 
 
+@pytest.mark.parametrize("outcome", ["failed", "cancelled"])
+def test_a_transfer_that_fails_behind_the_first_token_is_told(outcome: str) -> None:
+    """Regression: nobody was told, and the request waited until its lease at the receiver ran out."""
+    core = finished()
+    (answer,) = core.on_closed(Closed(KEY, outcome, "the receiver refused"), 4.0)
+    assert answer == ToRouter(Failed(request_id="r", attempt=1, reason="the receiver refused"))
+    assert core.pool.num_free == 10
+
+
+def test_a_transfer_that_fails_when_nobody_wants_it_any_more_is_not_told() -> None:
+    core = finished()
+    core.on_router(Cancel(request_id="r", attempt=1), 4.0)
+    assert core.on_closed(Closed(KEY, "cancelled", "cancelled by the router"), 4.0) == []
+
+
+def test_only_what_has_not_arrived_yet_is_counted_as_kv_to_move() -> None:
+    core = new_core(budget=20)
+    core.on_router(prefill(arrived_tokens=(10, 5, 0, 5), num_cached_tokens=0), 1.0)
+    _, report, _ = step(core, 2.0)
+    assert isinstance(report, ToRouter)
+    assert isinstance(report.message, FirstToken)
+    assert report.message.stages.num_kv_bytes == 32 * 5
+
+
 def test_a_request_that_ends_at_its_first_token_sends_no_done() -> None:
     core = new_core()
     core.on_router(prefill(length=3), 1.0)

@@ -101,3 +101,11 @@ def test_without_faults_no_cancelled_transfer_waits_for_its_lease() -> None:
         cluster.sim.run(cluster.sim.healed_s + 70.0, watch)
         num_cancelled += len(since_s)
     assert num_cancelled >= 10, "too few for this to say much"
+
+
+def test_attempts_go_on_from_the_kv_of_lost_ones() -> None:
+    """Many crashes on a slow network: some attempts resume what a dead PROMPT worker had sent; all invariants hold."""
+    clusters = [Cluster(seed, Faults(max_delay_s=0.3, num_crashes=20), num_requests=60) for seed in (2, 3, 6, 7)]
+    for cluster in clusters:
+        cluster.run()
+    assert sum(cluster.num_resumed for cluster in clusters) >= 3

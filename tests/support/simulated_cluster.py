@@ -16,6 +16,7 @@ from twinpool.cluster.config import ClusterSpec, LivenessSpec, RouterSpec
 from twinpool.cluster.protocol.identity import WorkerId
 from twinpool.cluster.protocol.messages import (
     PROBE_ATTEMPT,
+    Granted,
     GrantRequest,
     Message,
     Prefill,
@@ -71,6 +72,7 @@ class Cluster:
         self.num_completion_blocks = rng.choice([18, 20, 64])
         self._terms = random.Random(seed ^ 0x7E2A)
         self.num_router_lives = 0
+        self.num_resumed = 0  # attempts that went on from KV that a dead PROMPT worker had sent
         self.router_is_alive = False
         self.clients: dict[str, Client] = {}
         self.probes: dict[str, AskedProbe] = {}
@@ -96,6 +98,7 @@ class Cluster:
 
     def router_gets(self, worker: WorkerId, message: Message) -> None:
         if self.router_is_alive:
+            self.num_resumed += isinstance(message, Granted) and any(message.arrived_tokens)
             self._execute(self.router.on_message(worker, message, self.sim.now))
 
     def _start_router(self) -> None:

@@ -253,7 +253,13 @@ class SimulatedPromptWorker(SimulatedWorker):
                     sender = self.senders.setdefault(receiver, SimulatedSender(self, receiver))
                     sender.tables[command.key] = command.block_table
                     grant = command.prefill
-                    sender.core.open(command.key, grant.generation, grant.credit_bytes, grant.num_cached_tokens)
+                    sender.core.open(
+                        command.key,
+                        grant.generation,
+                        grant.credit_bytes,
+                        grant.num_cached_tokens,
+                        grant.arrived_tokens,
+                    )
                 case prefill.TimeKV():
                     self._time_transfer(command)
                 case prefill.FinishTransfer():

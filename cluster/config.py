@@ -91,7 +91,12 @@ class LivenessSpec(Section):
     heartbeat_s: float = Field(default=0.5, gt=0)
     suspect_after_s: float = Field(default=2.0, gt=0)
     gone_after_s: float = Field(default=3.0, gt=0)
-    stalled_after_s: float = Field(default=20.0, gt=0, description="busy without progress for this long counts as gone")
+    stalled_after_s: float = Field(
+        default=3.0, gt=0, description="an engine loop that stands still for this long counts as gone"
+    )
+    hung_after_s: float = Field(
+        default=15.0, gt=0, description="a worker whose loop stands still for this long ends itself, to be restarted"
+    )
     lease_s: float = Field(default=5.0, gt=0)
     renew_s: float = Field(default=1.0, gt=0)
 

@@ -150,9 +150,9 @@ def check_progress(case: Case) -> Iterator[Finding]:
         stuck_s = worker.last_progress_s
         if case.is_heard(worker) and stuck_s >= case.watched_s:
             severity = "wrong" if stuck_s >= case.liveness.stalled_after_s else "suspicious"
-            seen = f"busy without progress for {stuck_s:.1f} s, though its heartbeats come"
+            seen = f"no progress for {stuck_s:.1f} s, though its heartbeats come"
             expected = f"some within a step; liveness.stalled_after_s is {case.liveness.stalled_after_s:g}"
-            hint = f"look again: a long step ends, a hang stays; then end pid {worker.pid}, it is started anew"
+            hint = f"look again: a long step ends, a hang stays until pid {worker.pid} ends itself and is started anew"
             yield Finding(severity, worker.name, seen, expected, hint)
 
 

@@ -1,8 +1,11 @@
 """Who is alive: from hellos, heartbeats and a clock. Pure.
 
-A member is alive, then suspect (no heartbeat for `suspect_after_s`), then gone (`gone_after_s`). A member that is busy
-and whose engine loop makes no progress is gone as well: its heartbeats come from another thread and prove nothing.
+A member is alive, then suspect (no heartbeat for `suspect_after_s`), then gone (`gone_after_s`). A member whose engine
+loop makes no progress is gone as well, busy or not: its heartbeats come from another thread and prove nothing. How long
+that may take depends on what it computes at a stretch, which it says itself.
 Deadlines count only time in which this process itself was running: after a stall of our own nobody is declared dead.
+When everybody is silent it is more likely we who are cut off: they get as long as the leases last by which they hold on
+to our requests.
 """
 
 from dataclasses import dataclass
@@ -11,6 +14,8 @@ from typing import Literal
 from .config import LivenessSpec
 from .protocol.identity import WorkerId
 from .protocol.messages import Heartbeat, Hello, Load
+
+STRETCH_FACTOR = 3.0  # a machine that is shared may take so much longer for the same
 
 MemberState = Literal["alive", "suspect"]
 
@@ -23,6 +28,7 @@ class Member:
     last_seen_s: float
     last_progress_s: float
     progress: int = -1
+    longest_stretch_s: float = 0.0
     load: Load | None = None
     state: MemberState = "alive"
 
@@ -76,7 +82,8 @@ class Membership:
         if member is None:
             return False
         member.last_seen_s, member.load, member.state = now, beat.load, "alive"
-        if beat.progress != member.progress or not beat.is_busy:
+        member.longest_stretch_s = beat.longest_stretch_s
+        if beat.progress != member.progress:
             member.progress, member.last_progress_s = beat.progress, now
         return True
 
@@ -88,16 +95,25 @@ class Membership:
         """Return who is gone since the last call; call it every heartbeat interval or more often."""
         self._forgive_own_stall(now)
         gone: list[Gone] = []
+        gone_after_s = self._gone_after_s(now)
         for member in list(self._members.values()):
             silent_s = now - member.last_seen_s
             stalled_s = now - member.last_progress_s
-            if silent_s >= self._liveness.gone_after_s:
+            if silent_s >= gone_after_s:
                 gone.append(self.leave(member.worker, f"no heartbeat for {silent_s:.1f} s"))
-            elif stalled_s >= self._liveness.stalled_after_s:
-                gone.append(self.leave(member.worker, f"busy without progress for {stalled_s:.1f} s"))
+            elif silent_s < self._liveness.suspect_after_s and stalled_s >= self._stalled_after_s(member):
+                gone.append(self.leave(member.worker, f"heartbeats without progress for {stalled_s:.1f} s"))
             elif silent_s >= self._liveness.suspect_after_s:
                 member.state = "suspect"
         return gone
+
+    def _gone_after_s(self, now: float) -> float:
+        silent = [now - m.last_seen_s >= self._liveness.suspect_after_s for m in self._members.values()]
+        is_alone = len(silent) > 1 and all(silent)
+        return max(self._liveness.gone_after_s, self._liveness.lease_s) if is_alone else self._liveness.gone_after_s
+
+    def _stalled_after_s(self, member: Member) -> float:
+        return max(self._liveness.stalled_after_s, STRETCH_FACTOR * member.longest_stretch_s)
 
     def _forgive_own_stall(self, now: float) -> None:
         stalled_s = now - (now if self._last_tick_s is None else self._last_tick_s)

@@ -4,7 +4,8 @@
     python -m twinpool.prefill_worker  --spec S --model-folder M --control ADDRESS --name prompt-0 --run-folder D …
     python -m twinpool.decode_worker   --spec S --model-folder M --control ADDRESS --name completion-0 --run-folder D …
 
-The launcher and Helm start the same lines. Exit codes: 0 stopped, 2 wrong configuration, 3 refused by the router.
+The launcher and Helm start the same lines. Exit codes: 0 stopped, 2 wrong configuration, 3 refused by the router,
+4 the engine loop hung.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from .protocol.errors import ConfigError, TwinpoolError
 
 EXIT_CONFIG = 2
 EXIT_REFUSED = 3
+EXIT_HUNG = 4
 PR_SET_PDEATHSIG = 1
 
 

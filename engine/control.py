@@ -16,6 +16,7 @@ from ..cluster.protocol.link import WorkerLink
 from ..cluster.protocol.mailbox import Mailbox
 from ..cluster.protocol.messages import Heartbeat, Hello, Introduce, Leaving, Load, Message, Refused, Welcome
 from ..cluster.role import EXIT_REFUSED, RoleArguments
+from .watchdog import Progress, Watchdog, end_process
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +31,12 @@ class Control:
     ) -> None:
         self.exit_code: int | None = None
         self._beat = Heartbeat(progress=0, is_busy=False, load=load)
-        self._progress = 0
+        self._progress = Progress()
         self._signalled: Mailbox[None] = Mailbox()
         self._link = WorkerLink(
             context, arguments.control, greeting, arguments.name, arguments.spec.liveness, self._heartbeat
         )
+        self._watchdog = Watchdog(self._progress, arguments.spec.liveness.hung_after_s, end_process)
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def wait(self, is_busy: bool, deadline_s: float | None, *sources: zmq.Socket[bytes] | int) -> None:
@@ -64,21 +66,23 @@ class Control:
 
     def turned(self, load: Load, is_busy: bool) -> None:
         """Note one turn of the loop, for the next heartbeat."""
-        self._progress += 1
-        self._beat = Heartbeat(progress=self._progress, is_busy=is_busy, load=load)
+        self._progress.moved()
+        self._beat = Heartbeat(progress=self._progress.count, is_busy=is_busy, load=load)
 
     def moved(self) -> None:
         """Note progress inside a step: a long one shall not look like a hang."""
-        self._progress += 1
+        self._progress.moved()
 
     def close(self) -> None:
         """Say goodbye, so that nobody has to wait for our death, and close the connection."""
+        self._watchdog.close()
         if self.exit_code == 0:
             self._link.send(Leaving())
         self._link.close()
 
     def _heartbeat(self) -> Heartbeat:
-        return self._beat.model_copy(update={"progress": self._progress})
+        now = {"progress": self._progress.count, "longest_stretch_s": self._progress.longest_stretch_s}
+        return self._beat.model_copy(update=now)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.exit_code = 0

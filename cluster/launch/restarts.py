@@ -7,9 +7,10 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
-from ..role import EXIT_CONFIG, EXIT_REFUSED
+from ..role import EXIT_CONFIG, EXIT_HUNG, EXIT_REFUSED
 
 FINAL_CODES = {EXIT_CONFIG: "its configuration is wrong", EXIT_REFUSED: "the router refused it"}
+REASONS = FINAL_CODES | {EXIT_HUNG: "its engine loop hung"}
 
 
 @dataclass(frozen=True)
@@ -49,5 +50,5 @@ def describe_exit(returncode: int) -> str:
             return f"killed by {signal.Signals(-returncode).name}"
         except ValueError:
             return f"killed by signal {-returncode}"
-    reason = FINAL_CODES.get(returncode)
+    reason = REASONS.get(returncode)
     return f"exited with code {returncode}" + (f": {reason}" if reason else "")

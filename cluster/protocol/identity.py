@@ -9,7 +9,7 @@ from typing import Literal
 
 Role = Literal["PROMPT", "COMPLETION"]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 @dataclass(frozen=True, order=True)

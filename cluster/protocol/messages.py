@@ -120,10 +120,15 @@ class Hello(Message):
 
 
 class Heartbeat(Message):
-    """worker → router, every 0.5 s, from a thread of its own: `progress` moves only when the engine loop does."""
+    """worker → router, every 0.5 s, from a thread of its own: `progress` moves only when the engine loop does.
+
+    `longest_stretch_s`: processor time that the loop has spent at most between two moves. Time asleep is not in it, so
+    that a slow model is told from a loop that hangs.
+    """
 
     progress: int = Field(ge=0)
     is_busy: bool
+    longest_stretch_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     load: Load
 
 

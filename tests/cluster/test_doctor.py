@@ -215,8 +215,8 @@ def test_a_silent_worker(silent_s: float, expected: list[tuple[str, str, str]]) 
     [
         (1.99, []),
         (2.0, [("progress", "suspicious", "prompt-0")]),
-        (19.9, [("progress", "suspicious", "prompt-0")]),
-        (20.0, [("progress", "wrong", "prompt-0")]),
+        (2.99, [("progress", "suspicious", "prompt-0")]),
+        (3.0, [("progress", "wrong", "prompt-0")]),
     ],
 )
 def test_heartbeats_without_progress(stuck_s: float, expected: list[tuple[str, str, str]]) -> None:

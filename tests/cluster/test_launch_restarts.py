@@ -30,6 +30,7 @@ def test_a_long_life_starts_the_backoff_anew() -> None:
         (1, "exited with code 1"),
         (2, "exited with code 2: its configuration is wrong"),
         (3, "exited with code 3: the router refused it"),
+        (4, "exited with code 4: its engine loop hung"),
         (-9, "killed by SIGKILL"),
         (-11, "killed by SIGSEGV"),
     ],

@@ -47,8 +47,8 @@ def hello(role: str, model: str = "m", **changes: Any) -> Hello:
     return Hello(**(fields | changes))
 
 
-def beat(num_free_blocks: int = 10) -> Heartbeat:
-    return Heartbeat(progress=1, is_busy=False, load=Load(num_blocks=10, num_free_blocks=num_free_blocks))
+def beat(num_free_blocks: int = 10, progress: int = 1) -> Heartbeat:
+    return Heartbeat(progress=progress, is_busy=False, load=Load(num_blocks=10, num_free_blocks=num_free_blocks))
 
 
 def core_with_pair() -> RouterCore:
@@ -114,8 +114,8 @@ def test_the_dead_are_noticed_by_the_clock_and_their_requests_move() -> None:
     core.submit(REQUEST, 0.5)  # goes to completion-0
     commands: list[Any] = []
     for tenth in range(1, 35):
-        core.on_message(P, beat(), tenth / 10)
-        core.on_message(spare, beat(), tenth / 10)
+        core.on_message(P, beat(progress=tenth), tenth / 10)
+        core.on_message(spare, beat(progress=tenth), tenth / 10)
         commands += core.tick(tenth / 10)
     moved = [(c.worker, c.message) for c in commands if isinstance(c, Send) and not isinstance(c.message, Renew)]
     (told, gone), (asked, grant) = moved

@@ -182,6 +182,8 @@ class SimulatedWorker:
 
     def _beat(self, life: int) -> None:
         if self.is_joined:
+            if not self.is_stepping and self.sim.now >= self.paused_until_s:
+                self.progress += 1  # the loop turns twice a second, work or none
             worker, beat = self.worker, self.heartbeat()
             self.sim.send(self.name + "/heartbeat", "router", lambda: self.cluster.router_gets(worker, beat))
         self.later(0.5, lambda: self._beat(life))

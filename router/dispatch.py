@@ -154,9 +154,9 @@ class Dispatcher:
         """`cost`: what was measured on workers like this one, if anything was."""
         self._hellos[worker] = hello
         if hello.role == "PROMPT":
-            self._placement.add_prompt(worker, hello.max_num_batched_tokens, cost)
+            self._placement.add_prompt(worker, hello.max_num_batched_tokens, cost, now)
         else:
-            self._placement.add_completion(worker, hello.num_blocks, hello.block_size, hello.max_num_seqs)
+            self._placement.add_completion(worker, hello.num_blocks, hello.block_size, hello.max_num_seqs, now)
         return self._dispatch(now)
 
     def worker_gone(self, worker: WorkerId, now: float) -> list[RouterCommand]:

@@ -1,12 +1,16 @@
 """Which pair of workers gets the next request, and what each is charged with until it reports. Pure.
 
 A pair is a PROMPT worker (least predicted wait, by measured costs where there are some, else by its observed rate)
-and a COMPLETION worker (fewest sequences among those with enough free blocks). The order is the fair queue's, and
-strict: while the next request has no room nobody overtakes it, not even another caller's smaller one, which would take
-the very blocks that it waits for; so nobody starves. The router's dispatcher and the simulator in `cluster.sizing` both
-place requests through this class, which knows no messages.
+and a COMPLETION worker (fewest sequences among those with enough free blocks). A worker that has just come is empty,
+and would draw everything to itself before it has shown that it works: it starts slowly, unless nobody else has room.
+The order is the fair queue's, and strict: while the next request has no room nobody overtakes it, not even another
+caller's smaller one, which would take the very blocks that it waits for; so nobody starves.
+The router's dispatcher and the simulator in `cluster.sizing` both place requests through this class, which knows no
+messages.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..cluster.costs import CostModel
@@ -23,6 +27,8 @@ LEARNING = 0.3  # weight of the latest observation
 # and no more, because what a worker has goes before whoever comes next.
 LEAST_AHEAD_S, MOST_AHEAD_S = 0.03, 0.2
 PREFILL_WINDOW_S = 2.0
+RAMP_S = 10.0  # after which a new worker is like any other
+FIRST_SHARE = 0.1
 
 
 @dataclass
@@ -33,6 +39,7 @@ class PromptView:
     max_num_batched_tokens: int
     rate: PrefillRate = field(default_factory=PrefillRate)
     cost: CostModel | None = None  # measured on workers like this one
+    joined_s: float = -math.inf
     slowdown: float = 1.0  # how many times longer prefills take than the costs say
     backlog: dict[str, int] = field(default_factory=dict[str, int])  # request → tokens it has yet to prefill
     pace: BusyRate = field(default_factory=lambda: BusyRate(PREFILL_WINDOW_S))  # tokens, of prompts that share steps
@@ -41,9 +48,17 @@ class PromptView:
 
     @property
     def predicted_wait_s(self) -> float:
+        return sum(self._prefill_s(num_tokens) for num_tokens in self.backlog.values())
+
+    def burden_s(self, num_tokens: int, share: float) -> float:
+        """Return the predicted wait of a prompt of `num_tokens`; that of who has a small share looks longer."""
+        own_s = self._prefill_s(num_tokens)
+        return (self.predicted_wait_s + own_s) / share - own_s
+
+    def _prefill_s(self, num_tokens: int) -> float:
         if self.cost is None:
-            return sum(self.backlog.values()) / self.rate.tokens_per_s
-        return self.slowdown * sum(self.cost.sent_pass_s([(0, num_tokens)]) for num_tokens in self.backlog.values())
+            return num_tokens / self.rate.tokens_per_s
+        return self.slowdown * self.cost.sent_pass_s([(0, num_tokens)])
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
         """Learn from a prefill that has ended."""
@@ -87,7 +102,12 @@ class CompletionView:
     asked_blocks: dict[str, int] = field(default_factory=dict[str, int])  # grants not answered yet
     requests: set[str] = field(default_factory=set[str])
     busy_until_s: float = 0.0
+    joined_s: float = -math.inf
     turn: int = 0
+
+    def burden(self, share: float) -> float:
+        """Return its sequences; who has a small share looks fuller than it is."""
+        return (len(self.requests) + 1) / share - 1
 
     def num_needed(self, num_tokens: int) -> int:
         return blocks_for(num_tokens + 1, self.block_size)
@@ -102,6 +122,13 @@ class CompletionView:
         is_empty = not self.requests and num_left == self.num_blocks
         fits = self.num_needed(num_tokens) <= num_left or is_empty
         return fits and len(self.requests) < self.max_num_seqs and now >= self.busy_until_s
+
+
+def shares(views: Iterable[PromptView] | Iterable[CompletionView], now: float) -> dict[WorkerId, float]:
+    """Return how much of its part each gets: a new one less, as long as there are others."""
+    ramped = {view.worker: min(1.0, max(FIRST_SHARE, (now - view.joined_s) / RAMP_S)) for view in views}
+    most = max(ramped.values(), default=1.0)
+    return {worker: share / most for worker, share in ramped.items()}
 
 
 class Placement:
@@ -133,11 +160,21 @@ class Placement:
             *(view.requests for view in views), *(view.asked_blocks for view in views)
         )
 
-    def add_prompt(self, worker: WorkerId, max_num_batched_tokens: int, cost: CostModel | None = None) -> None:
-        self._prompts[worker] = PromptView(worker, max_num_batched_tokens, cost=cost)
+    def add_prompt(
+        self,
+        worker: WorkerId,
+        max_num_batched_tokens: int,
+        cost: CostModel | None = None,
+        joined_s: float = -math.inf,
+    ) -> None:
+        """`joined_s`: when it came; without it, it has always been there."""
+        self._prompts[worker] = PromptView(worker, max_num_batched_tokens, cost=cost, joined_s=joined_s)
 
-    def add_completion(self, worker: WorkerId, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        self._completions[worker] = CompletionView(worker, num_blocks, block_size, max_num_seqs, num_blocks)
+    def add_completion(
+        self, worker: WorkerId, num_blocks: int, block_size: int, max_num_seqs: int, joined_s: float = -math.inf
+    ) -> None:
+        view = CompletionView(worker, num_blocks, block_size, max_num_seqs, num_blocks, joined_s=joined_s)
+        self._completions[worker] = view
 
     def remove(self, worker: WorkerId) -> None:
         """Forget a worker; its requests are the caller's to withdraw or to enqueue again. An unknown one is fine."""
@@ -236,12 +273,15 @@ class Placement:
         completion = self._completions[keeper] if keeper and is_kept else self._completion_view(num_tokens, now)
         if not prompts or completion is None:
             return None
-        return min(prompts, key=lambda v: (v.predicted_wait_s, v.turn, v.worker)), completion
+        share = shares(prompts, now)
+        prompt = min(prompts, key=lambda v: (v.burden_s(num_tokens, share[v.worker]), v.turn, v.worker))
+        return prompt, completion
 
     def _completion_view(self, num_tokens: int, now: float) -> CompletionView | None:
         trusted = [view for view in self._completions.values() if view.worker not in self.suspects]
         able = [view for view in trusted if view.has_room(num_tokens, now)]
-        return min(able, key=lambda v: (len(v.requests), -v.num_free_blocks, v.turn, v.worker), default=None)
+        share = shares(able, now)
+        return min(able, key=lambda v: (v.burden(share[v.worker]), -v.num_free_blocks, v.turn, v.worker), default=None)
 
     def _charge(self, completion: CompletionView, request_id: str, num_tokens: int) -> None:
         self._num_turns += 1

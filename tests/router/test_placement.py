@@ -68,3 +68,48 @@ def test_single_turns_reach_every_worker(num_at_once: int) -> None:
         running.append(str(number))
     assert len(counts) == 10
     assert min(counts.values()) > 0.5 * 256 / 5
+
+
+def completions_chosen(at_s: float, number: int, num_blocks: int = 10_000) -> list[str]:
+    """Place requests when completion-0 has always been there, and completion-1 since 100 s."""
+    pools = Placement()
+    pools.add_prompt(FIRST, 100_000)
+    pools.add_completion(WorkerId("completion-0", "a"), num_blocks, block_size=16, max_num_seqs=100)
+    pools.add_completion(WorkerId("completion-1", "b"), 10_000, block_size=16, max_num_seqs=100, joined_s=100.0)
+    names: list[str] = []
+    for order in range(number):
+        pools.enqueue(Ticket(order, str(order), 10), at_s)
+        pair = pools.place_next(10, at_s)
+        assert pair is not None
+        names.append(pair[1].name)
+    return names
+
+
+@pytest.mark.parametrize(("at_s", "most"), [(100.0, 2), (102.0, 4), (105.0, 8), (110.0, 10)])
+def test_a_completion_worker_that_has_just_come_starts_slowly(at_s: float, most: int) -> None:
+    """It would get all of the next twenty otherwise, being empty; its part grows to a half within ten seconds."""
+    chosen = Counter(completions_chosen(at_s, 20))
+    assert most - 1 <= chosen["completion-1"] <= most
+
+
+def test_a_worker_that_has_just_come_takes_what_nobody_else_has_room_for() -> None:
+    assert completions_chosen(100.0, 5, num_blocks=5) == ["completion-0"] * 3 + ["completion-1"] * 2
+
+
+def test_a_prompt_worker_that_has_just_come_starts_slowly() -> None:
+    def chosen(at_s: float) -> list[str]:
+        pools = Placement()
+        pools.add_prompt(FIRST, 100_000)
+        pools.add_prompt(SECOND, 100_000, joined_s=100.0)
+        pools.add_completion(RECEIVER, num_blocks=10_000, block_size=16, max_num_seqs=100)
+        names: list[str] = []
+        for order in range(20):
+            pools.enqueue(Ticket(order, str(order), 10), at_s)
+            pair = pools.place_next(10, at_s)
+            assert pair is not None
+            names.append(pair[0].name)
+        return names
+
+    assert chosen(100.0).count("prompt-1") == 1
+    assert chosen(105.0).count("prompt-1") in (6, 7)
+    assert chosen(110.0).count("prompt-1") == 10

@@ -3,11 +3,14 @@
 A member is alive, then suspect (no heartbeat for `suspect_after_s`), then gone (`gone_after_s`). A member whose engine
 loop makes no progress is gone as well, busy or not: its heartbeats come from another thread and prove nothing. How long
 that may take depends on what it computes at a stretch, which it says itself.
+When a connection has closed, whoever is not heard from again is gone as soon as it would be suspect: a process that
+dies closes its own, but so does one that reconnects.
 Deadlines count only time in which this process itself was running: after a stall of our own nobody is declared dead.
 When everybody is silent it is more likely we who are cut off: they get as long as the leases last by which they hold on
 to our requests.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +52,7 @@ class Membership:
         self._liveness = liveness
         self._members: dict[WorkerId, Member] = {}
         self._last_tick_s: float | None = None
+        self._lost_s = -math.inf  # when a connection closed, whosever it was
 
     @property
     def members(self) -> list[Member]:
@@ -91,15 +95,19 @@ class Membership:
         del self._members[worker]
         return Gone(worker, reason)
 
+    def connection_lost(self, now: float) -> None:
+        """A member's connection has closed; it is not known whose."""
+        self._lost_s = now
+
     def tick(self, now: float) -> list[Gone]:
         """Return who is gone since the last call; call it every heartbeat interval or more often."""
         self._forgive_own_stall(now)
         gone: list[Gone] = []
-        gone_after_s = self._gone_after_s(now)
+        is_alone = self._is_alone(now)
         for member in list(self._members.values()):
             silent_s = now - member.last_seen_s
             stalled_s = now - member.last_progress_s
-            if silent_s >= gone_after_s:
+            if silent_s >= self._gone_after_s(member, is_alone):
                 gone.append(self.leave(member.worker, f"no heartbeat for {silent_s:.1f} s"))
             elif silent_s < self._liveness.suspect_after_s and stalled_s >= self._stalled_after_s(member):
                 gone.append(self.leave(member.worker, f"heartbeats without progress for {stalled_s:.1f} s"))
@@ -107,10 +115,15 @@ class Membership:
                 member.state = "suspect"
         return gone
 
-    def _gone_after_s(self, now: float) -> float:
+    def _is_alone(self, now: float) -> bool:
         silent = [now - m.last_seen_s >= self._liveness.suspect_after_s for m in self._members.values()]
-        is_alone = len(silent) > 1 and all(silent)
-        return max(self._liveness.gone_after_s, self._liveness.lease_s) if is_alone else self._liveness.gone_after_s
+        return len(silent) > 1 and all(silent)
+
+    def _gone_after_s(self, member: Member, is_alone: bool) -> float:
+        if is_alone:
+            return max(self._liveness.gone_after_s, self._liveness.lease_s)
+        has_lost = member.last_seen_s <= self._lost_s
+        return self._liveness.suspect_after_s if has_lost else self._liveness.gone_after_s
 
     def _stalled_after_s(self, member: Member) -> float:
         return max(self._liveness.stalled_after_s, STRETCH_FACTOR * member.longest_stretch_s)

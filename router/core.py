@@ -95,6 +95,10 @@ class RouterCore:
                 self._spare_workers()
                 return [*commands, *self.dispatcher.on_message(worker, message, now)]
 
+    def connection_lost(self, now: float) -> None:
+        """Some worker's connection has closed."""
+        self.membership.connection_lost(now)
+
     def tick(self, now: float) -> list[CoreCommand]:
         """Notice the dead, expire what is overdue, renew what is wanted. Call it several times a second."""
         gone = [command for change in self.membership.tick(now) for command in self._gone(change, now)]

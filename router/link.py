@@ -44,6 +44,7 @@ class RouterLink:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -65,10 +66,20 @@ class RouterLink:
         if self._deliver is not None and cast(int, self._socket.EVENTS) & zmq.POLLIN:
             self._look_soon()
 
+    def has_lost_connection(self) -> bool:
+        """True when some connection has closed since the last call; ZMQ does not say whose."""
+        has_lost = False
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            has_lost = True
+        return has_lost
+
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._socket.FD)
         self._deliver = None
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 

@@ -156,6 +156,8 @@ class RouterService:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             self._loop_lag.note(now - due_s, now)
+            if self._link.has_lost_connection():
+                self._core.connection_lost(now)
             self._execute(self._core.tick(now))
 
     def _execute(self, commands: Sequence[CoreCommand]) -> None:

@@ -120,6 +120,36 @@ def test_when_one_of_the_silent_speaks_the_others_are_gone() -> None:
     assert [(at_s, gone.worker) for at_s, gone in run(membership, 4.5, 4.0)] == [(4.0, A)]
 
 
+def test_who_is_silent_since_a_connection_closed_is_gone_as_soon_as_suspect() -> None:
+    """A dead process closes its connection; the others are heard again, so they are not meant."""
+    membership = joined(A, B)
+    run(membership, 0.2)
+    membership.connection_lost(0.3)
+    gone: list[tuple[float, Gone]] = []
+    for half in range(1, 9):
+        membership.heartbeat(B, beat(progress=half), half / 2)
+        gone += run(membership, half / 2 + 0.4, half / 2)
+    assert gone == [(2.0, Gone(A, "no heartbeat for 2.0 s"))]
+
+
+def test_a_connection_that_closed_before_the_last_heartbeat_shortens_nothing() -> None:
+    membership = joined(A, B)
+    membership.connection_lost(0.3)
+    for worker in (A, B):
+        membership.heartbeat(worker, beat(1), 0.5)
+    run(membership, 1.0)
+    membership.heartbeat(B, beat(2), 1.0)
+    run(membership, 2.9, 1.1)
+    membership.heartbeat(B, beat(3), 2.9)
+    assert [at_s for at_s, _ in run(membership, 4.0, 3.0)] == [3.5]
+
+
+def test_when_everybodys_connection_closed_they_still_get_as_long_as_their_leases() -> None:
+    membership = joined(A, B)
+    membership.connection_lost(0.3)
+    assert {at_s for at_s, _ in run(membership, 6.0)} == {5.0}
+
+
 def test_any_progress_is_enough() -> None:
     membership = joined(A)
     for half in range(120):

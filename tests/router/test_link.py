@@ -295,3 +295,29 @@ def test_a_worker_of_another_version_is_refused_by_a_message_that_names_both(add
     message = decode(asyncio.run(asyncio.wait_for(run(), 10)), FROM_ROUTER)
     assert isinstance(message, Refused)
     assert f"version {PROTOCOL_VERSION + 1}, this process speaks {PROTOCOL_VERSION}" in message.reason
+
+
+def test_a_connection_that_closes_is_noticed_once(address: str) -> None:
+    """A process that dies closes its connections at once, long before its silence is suspicious."""
+
+    async def run() -> None:
+        router = Inbox(address)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.setsockopt(zmq.IDENTITY, b"prompt-0/x")
+            peer.connect(address)
+            await peer_says(peer, router)
+            assert not router.link.has_lost_connection()
+        for _ in range(500):
+            if router.link.has_lost_connection():
+                break
+            await asyncio.sleep(0.02)
+        else:
+            pytest.fail("nobody noticed")
+        assert not router.link.has_lost_connection()
+        router.link.close()
+
+    async def peer_says(peer: zmq.Socket[bytes], router: Inbox) -> None:
+        peer.send_multipart(encode(beat()))
+        await asyncio.wait_for(receive(router, Heartbeat), 20.0)
+
+    asyncio.run(run())

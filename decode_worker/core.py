@@ -115,7 +115,7 @@ class CompletionCore:
             case _:
                 return []
 
-    def on_data(self, message: DataMessage, num_bytes: int, is_intact: bool, now: float) -> list[CompletionCommand]:
+    def on_data(self, message: Message, num_bytes: int, is_intact: bool, now: float) -> list[CompletionCommand]:
         match message:
             case KVFrame():
                 commands = self.receiver.frame(message, num_bytes, is_intact, now)

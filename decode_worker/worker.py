@@ -15,7 +15,8 @@ from ..engine.control import Control
 from ..engine.loading import hello
 from ..engine.sequence import Engine, ScheduledRow
 from ..engine.timing import run_pass
-from ..kvtransfer.zmq_channel import Received, ZmqReceiver
+from ..kvtransfer.channel import Received
+from ..kvtransfer.zmq_channel import ZmqReceiver
 from .core import CompletionCommand, CompletionCore, CompletionLimits, ToRouter, ToSender, WriteKV
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class CompletionWorker:
         """Serve until SIGTERM or refusal; return the exit code."""
         was_busy = False
         while self._control.exit_code is None:
-            self._control.wait(was_busy, self._core.deadline(), self._receiver.socket)
+            self._control.wait(was_busy, self._core.deadline(), *self._receiver.sources)
             self._take_messages()
             has_more_frames = self._take_frames()
             self._execute(self._core.tick(time.monotonic()), None)

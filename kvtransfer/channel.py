@@ -1,7 +1,8 @@
-"""A thread that sends one PROMPT worker's transfers to one COMPLETION worker while the engine computes.
+"""What a channel's two ends are to the workers, and the thread that sends over one while the engine computes.
 
-The shell around kvtransfer.sender: it owns the connection, gathers rows when credits allow, and tells the worker's loop
-through `on_closed` how each transfer ended. The engine loop calls the public methods; they never wait.
+SenderThread is the shell around kvtransfer.sender for one PROMPT worker's transfers to one COMPLETION worker: it owns
+the connection, gathers rows when credits allow, and tells the worker's loop through `on_closed` how each transfer
+ended. The engine loop calls the public methods; they never wait.
 """
 
 import logging
@@ -9,24 +10,81 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
 
 import zmq
 
 from ..cluster.protocol.mailbox import Mailbox
+from ..cluster.protocol.messages import Message
 from .frames import Ack, Credit, KVFrame, Reject, checksum
 from .layout import KVLayout
 from .sender import Closed, FirstOutput, Key, Sender, SenderCommand, SenderLimits, SendFrame, SendMessage
-from .zmq_channel import ZmqSender
 
 log = logging.getLogger(__name__)
 
 Gather = Callable[[Sequence[int], range, range], memoryview]  # block table, layers, tokens → [layers, 2, tokens, row]
+Source = zmq.Socket[bytes] | int  # a socket or a file descriptor, to poll for reading
+
+
+@dataclass(frozen=True)
+class Received:
+    peer: bytes
+    message: Message
+    payload: memoryview
+    is_intact: bool  # the payload has the checksum that the header names
+
+
+class SenderEnd(Protocol):
+    """One ordered connection to one COMPLETION worker; used by one thread."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """What becomes readable when there may be a reply."""
+        ...
+
+    def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
+        """Send a header and its payload, which nobody writes into afterwards.
+
+        Raises TimeoutError when the peer takes nothing for long, ConnectionError when nothing more can be sent.
+        """
+        ...
+
+    def receive(self) -> Message | None:
+        """Return the next well-formed reply, or None when there is none now. Raises ConnectionError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ReceiverEnd(Protocol):
+    """Where all PROMPT workers' connections to one COMPLETION worker end; used by one thread."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it can be reached, and how."""
+        ...
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """What becomes readable when there may be a message."""
+        ...
+
+    def receive(self) -> Received | None:
+        """Return the next well-formed message, in the order that its peer sent it, or None when there is none now."""
+        ...
+
+    def reply(self, peer: bytes, message: Message) -> None:
+        """Answer `peer`; one that is gone or does not read is not waited for: its lease will run out."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class SenderThread:
     def __init__(
         self,
-        open_connection: Callable[[], ZmqSender],
+        open_connection: Callable[[], SenderEnd],
         layout: KVLayout,
         limits: SenderLimits,
         gather: Gather,
@@ -101,8 +159,8 @@ class SenderThread:
         try:
             with closing(self._open_connection()) as connection:
                 poller = zmq.Poller()
-                poller.register(connection.socket, zmq.POLLIN)
-                poller.register(self._events.fileno(), zmq.POLLIN)
+                for source in (*connection.sources, self._events.fileno()):
+                    poller.register(source, zmq.POLLIN)
                 while not self._is_stopping:
                     self._work(connection, poller)
         except Exception:
@@ -110,7 +168,7 @@ class SenderThread:
             self._take_events()
             self._fail_all()
 
-    def _work(self, connection: ZmqSender, poller: zmq.Poller) -> None:
+    def _work(self, connection: SenderEnd, poller: zmq.Poller) -> None:
         self._take_events()
         if self._is_stopping:
             return  # without another wait
@@ -129,7 +187,7 @@ class SenderThread:
         for event in self._events.drain():
             event()
 
-    def _execute(self, connection: ZmqSender, command: SenderCommand) -> None:
+    def _execute(self, connection: SenderEnd, command: SenderCommand) -> None:
         match command:
             case SendFrame():
                 self._send_frame(connection, command)
@@ -139,7 +197,7 @@ class SenderThread:
                 del self._tables[command.key]
                 self._on_closed(command)
 
-    def _send_frame(self, connection: ZmqSender, command: SendFrame) -> None:
+    def _send_frame(self, connection: SenderEnd, command: SendFrame) -> None:
         payload = self._gather(self._tables[command.key], command.layers, command.tokens)
         frame_checksum = checksum(payload)
         frame = KVFrame(
@@ -158,7 +216,7 @@ class SenderThread:
         connection.send(frame, payload)
         self._sender.frame_sent(command.key, payload.nbytes, frame_checksum)
 
-    def _take_replies(self, connection: ZmqSender) -> None:
+    def _take_replies(self, connection: SenderEnd) -> None:
         while (message := connection.receive()) is not None:
             match message:
                 case Credit():

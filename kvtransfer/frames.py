@@ -93,7 +93,7 @@ def extend_digest(digest: int, frame_checksum: int) -> int:
     return xxhash.xxh3_64_intdigest(frame_checksum.to_bytes(8, "little"), seed=digest)
 
 
-def encode_header(message: DataMessage) -> bytes:
+def encode_header(message: Message) -> bytes:
     header: bytes = msgpack.packb([PROTOCOL_VERSION, type(message).__name__, message.model_dump()]) or b""
     return header
 

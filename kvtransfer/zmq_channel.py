@@ -6,17 +6,17 @@ are lent to ZMQ, not copied (pyzmq does so from 64 KiB on): every payload is a f
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from ..cluster.protocol.errors import ConfigError, ProtocolError
+from ..cluster.protocol.messages import Message
+from .channel import Received
 from .frames import (
     FROM_RECEIVER,
     FROM_SENDER,
     MAX_HEADER_BYTES,
-    DataMessage,
     KVFrame,
     checksum,
     decode_header,
@@ -26,14 +26,6 @@ from .frames import (
 log = logging.getLogger(__name__)
 
 HIGH_WATER_MESSAGES = 64
-
-
-@dataclass(frozen=True)
-class Received:
-    peer: bytes
-    message: DataMessage
-    payload: memoryview
-    is_intact: bool  # the payload has the checksum that the header names
 
 
 class ZmqReceiver:
@@ -65,6 +57,10 @@ class ZmqReceiver:
             raise ConfigError(f"cannot open the data socket tcp://{tcp_host}:{tcp_port}: {error}") from error
         self.addresses = (f"ipc://{ipc_path}", self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
+    @property
+    def sources(self) -> tuple[zmq.Socket[bytes]]:
+        return (self.socket,)
+
     def receive(self) -> Received | None:
         """Return the next well-formed message, or None when there is none now."""
         while True:
@@ -77,7 +73,7 @@ class ZmqReceiver:
                 return received
             self.num_malformed += 1
 
-    def reply(self, peer: bytes, message: DataMessage) -> None:
+    def reply(self, peer: bytes, message: Message) -> None:
         """Answer `peer`; one that is gone or does not read is not waited for: its lease will run out."""
         try:
             self.socket.send_multipart([peer, encode_header(message)], flags=zmq.NOBLOCK)
@@ -124,7 +120,11 @@ class ZmqSender:
             self.close()
             raise ConnectionError(f"cannot connect to {self.address}: {error}") from error
 
-    def send(self, message: DataMessage, payload: memoryview | bytes = b"") -> None:
+    @property
+    def sources(self) -> tuple[zmq.Socket[bytes]]:
+        return (self.socket,)
+
+    def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         """Send a header and its payload. Raises TimeoutError when the peer takes nothing for `send_timeout_s`."""
         try:
             self.socket.send(encode_header(message), flags=zmq.SNDMORE)
@@ -132,7 +132,7 @@ class ZmqSender:
         except zmq.Again as error:
             raise TimeoutError(f"{self.address} takes no data") from error
 
-    def receive(self) -> DataMessage | None:
+    def receive(self) -> Message | None:
         """Return the next well-formed reply, or None when there is none now."""
         while True:
             try:

@@ -3,8 +3,11 @@
 import time
 from dataclasses import dataclass, field, replace
 
+import zmq
+from twinpool.cluster.protocol.messages import Message
 from twinpool.engine.fake import FakeEngine
-from twinpool.kvtransfer.frames import Cancelled, DataMessage, Done, KVFrame, checksum
+from twinpool.kvtransfer.channel import Received, ReceiverEnd
+from twinpool.kvtransfer.frames import Cancelled, Done, KVFrame, checksum
 from twinpool.kvtransfer.receiver import (
     Complete,
     Key,
@@ -15,21 +18,20 @@ from twinpool.kvtransfer.receiver import (
     TransferFailed,
     Write,
 )
-from twinpool.kvtransfer.zmq_channel import Received, ZmqReceiver
 
 
 @dataclass
 class CompletionSide:
     """A COMPLETION worker's end: socket, core and cache; it answers while `work` runs."""
 
-    channel: ZmqReceiver
+    channel: ReceiverEnd
     engine: FakeEngine
     core: Receiver
     tables: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     completed: dict[Key, Done] = field(default_factory=dict[Key, Done])
     failed: dict[Key, str] = field(default_factory=dict[Key, str])
     released: list[Key] = field(default_factory=list[Key])
-    received: list[DataMessage] = field(default_factory=list[DataMessage])
+    received: list[Message] = field(default_factory=list[Message])
     damage_next_payload: bool = False  # as a fault of memory or wire would
 
     def grant(self, key: Key, generation: int, length: int, table: list[int]) -> None:
@@ -42,7 +44,7 @@ class CompletionSide:
         while (received := self.channel.receive()) is None:
             left_s = deadline_s - time.monotonic()
             assert left_s > 0, "nothing came"
-            self.channel.socket.poll(int(left_s * 1000) + 1)
+            zmq.zmq_poll([(source, zmq.POLLIN) for source in self.channel.sources], int(left_s * 1000) + 1)
         self.received.append(received.message)
         return received
 

@@ -81,7 +81,16 @@ class RouterSpec(Section):
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
+Transport = Literal["auto", "zmq", "nccl", "gloo"]
+
+
 class TransferSpec(Section):
+    transport: Transport = Field(default="auto", description="what KV travels by; auto: NCCL between GPUs, else ZMQ")
+    isolated_network: bool = Field(
+        default=False, description="auto may use NCCL between hosts, which is neither encrypted nor authenticated"
+    )
+    max_communicators: int = Field(default=32, ge=1, le=1024, description="NCCL or Gloo pairs of one worker")
+    communicator_idle_s: float = Field(default=60.0, gt=0, description="a pair that is out of use so long is closed")
     credit_bytes: int = Field(default=16 << 20, ge=1 << 16, description="KV bytes in flight of one transfer")
     max_frame_bytes: int = Field(default=4 << 20, ge=1 << 12)
     min_frame_bytes: int = Field(default=256 << 10, ge=1, description="short prompts join layers up to this size")

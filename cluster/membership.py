@@ -12,7 +12,7 @@ to our requests.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .config import LivenessSpec
 from .protocol.identity import WorkerId
@@ -63,12 +63,12 @@ class Membership:
 
     def mismatch(self, hello: Hello) -> str | None:
         """Return why a worker does not fit the members present (I7), naming both values; None when it does."""
-        present = next((m.hello.identity for m in self._members.values()), None)
-        if present is None or present == hello.identity:
+        present = next((m.hello for m in self._members.values()), None)
+        if present is None:
             return None
-        ours, theirs = present.model_dump(), hello.identity.model_dump()
-        different = [f"{name} {theirs[name]!r} where the cluster has {ours[name]!r}" for name in ours]
-        return "; ".join(line for line, name in zip(different, ours, strict=True) if ours[name] != theirs[name])
+        ours, theirs = _must_agree(present), _must_agree(hello)
+        different = [name for name in ours if ours[name] != theirs[name]]
+        return "; ".join(f"{name} {theirs[name]!r} where the cluster has {ours[name]!r}" for name in different) or None
 
     def join(self, worker: WorkerId, hello: Hello, now: float) -> list[Joined | Gone]:
         """Admit a worker that fits. An older incarnation of the same name is thereby gone."""
@@ -135,3 +135,7 @@ class Membership:
             for member in self._members.values():
                 member.last_seen_s = min(now, member.last_seen_s + stalled_s)
                 member.last_progress_s = min(now, member.last_progress_s + stalled_s)
+
+
+def _must_agree(hello: Hello) -> dict[str, Any]:
+    return {**hello.identity.model_dump(), "transfer.transport": hello.transport}

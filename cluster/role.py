@@ -5,7 +5,7 @@
     python -m twinpool.decode_worker   --spec S --model-folder M --control ADDRESS --name completion-0 --run-folder D …
 
 The launcher and Helm start the same lines. Exit codes: 0 stopped, 2 wrong configuration, 3 refused by the router,
-4 the engine loop hung.
+4 the engine loop hung, 5 a communicator for KV hung.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from .config import ClusterSpec, load_spec
 from .log_lines import set_up_logging
@@ -26,6 +27,7 @@ from .protocol.errors import ConfigError, TwinpoolError
 EXIT_CONFIG = 2
 EXIT_REFUSED = 3
 EXIT_HUNG = 4
+EXIT_STUCK = 5
 PR_SET_PDEATHSIG = 1
 
 
@@ -90,6 +92,13 @@ def exit_with_parent(parent_fd: int) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def end_stuck_process(what: str) -> NoReturn:
+    """End this process at once, from any thread: what hangs would hang an orderly end as well."""
+    logging.getLogger("twinpool").critical("%s: this process ends itself, to be started again", what)
+    logging.shutdown()
+    os._exit(EXIT_STUCK)
 
 
 def run_role(main: Callable[[], int]) -> None:

@@ -7,15 +7,18 @@ Frames are copied into the cache between steps, by the loop itself: their genera
 import logging
 import os
 import time
+from functools import partial
 
 import zmq
 
-from ..cluster.role import RoleArguments
+from ..cluster.role import RoleArguments, end_stuck_process
 from ..engine.control import Control
 from ..engine.loading import hello
 from ..engine.sequence import Engine, ScheduledRow
 from ..engine.timing import run_pass
-from ..kvtransfer.channel import Received
+from ..kvtransfer.frames import Received
+from ..kvtransfer.open_channel import ChannelOpener
+from ..kvtransfer.transport import advertised
 from ..kvtransfer.zmq_channel import ZmqReceiver
 from .core import CompletionCommand, CompletionCore, CompletionLimits, ToRouter, ToSender, WriteKV
 
@@ -42,12 +45,13 @@ class CompletionWorker:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ipc_path = arguments.run_folder / f"{arguments.name}-{os.getpid()}.kv"
-        self._receiver = ZmqReceiver(
-            self._context, ipc_path, spec.transfer.max_frame_bytes, tcp_port=arguments.data_port
+        opener = ChannelOpener(spec.transfer, spec.liveness, engine.device_name, end_stuck_process)
+        self._receiver = opener.open_receiver(
+            partial(ZmqReceiver, self._context, ipc_path, spec.transfer.max_frame_bytes, tcp_port=arguments.data_port)
         )
         self._ipc_path = ipc_path
-        addresses = self._receiver.addresses if arguments.advertise is None else (arguments.advertise,)
-        greeting = hello(engine, spec.completion.engine, "COMPLETION", addresses)
+        addresses = advertised(self._receiver.addresses, arguments.advertise)
+        greeting = hello(engine, spec.completion.engine, "COMPLETION", spec.transfer.transport, addresses)
         self._control = Control(arguments, self._context, greeting, self._core.load())
 
     def run(self) -> int:

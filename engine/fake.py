@@ -67,6 +67,10 @@ class FakeEngine:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    @property
+    def device_name(self) -> str:
+        return "cpu"
+
     def step(self, rows: AnySequence[ScheduledRow], on_layer: LayerWritten | None = None) -> StepOutput:
         """Write the rows' keys and values layer by layer, then hash. Takes `seconds_per_row` a row."""
         chain = [value.to_bytes(8, "little") for row in rows for value in self._chains(row)]

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from ..cluster.config import EngineSpec
+from ..cluster.config import EngineSpec, Transport
 from ..cluster.protocol.identity import Role
 from ..cluster.protocol.messages import Hello
 from .fake import FakeEngine
@@ -30,7 +30,9 @@ def load(spec: EngineSpec, model_folder: Path, model_name: str) -> Engine:
     )
 
 
-def hello(engine: Engine, spec: EngineSpec, role: Role, data_addresses: tuple[str, ...] = ()) -> Hello:
+def hello(
+    engine: Engine, spec: EngineSpec, role: Role, transport: Transport, data_addresses: tuple[str, ...] = ()
+) -> Hello:
     return Hello(
         role=role,
         pid=os.getpid(),
@@ -41,5 +43,6 @@ def hello(engine: Engine, spec: EngineSpec, role: Role, data_addresses: tuple[st
         max_model_len=engine.max_model_len,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         max_num_seqs=spec.max_num_seqs,
+        transport=transport,
         data_addresses=data_addresses,
     )

@@ -53,6 +53,10 @@ class ModelEngine:
     def num_blocks(self) -> int:
         return self.cache.num_blocks
 
+    @property
+    def device_name(self) -> str:
+        return str(self.device)
+
     @torch.inference_mode()
     def step(self, rows: AnySequence[ScheduledRow], on_layer: LayerWritten | None = None) -> StepOutput:
         """Run one forward pass over `rows`."""

@@ -105,6 +105,11 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def device_name(self) -> str:
+        """What it computes on, as torch calls it: "cpu", "cuda:0"."""
+        ...
+
     def step(self, rows: AnySequence[ScheduledRow], on_layer: LayerWritten | None = None) -> StepOutput:
         """Run one forward pass.
 

@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
 from ..cluster.protocol.mailbox import Mailbox
 from ..cluster.protocol.messages import Message
-from .frames import Ack, Credit, KVFrame, Reject, checksum
+from .frames import Ack, Credit, KVFrame, Received, Reject, checksum
 from .layout import KVLayout
 from .sender import Closed, FirstOutput, Key, Sender, SenderCommand, SenderLimits, SendFrame, SendMessage
 
@@ -25,14 +24,6 @@ log = logging.getLogger(__name__)
 
 Gather = Callable[[Sequence[int], range, range], memoryview]  # block table, layers, tokens → [layers, 2, tokens, row]
 Source = zmq.Socket[bytes] | int  # a socket or a file descriptor, to poll for reading
-
-
-@dataclass(frozen=True)
-class Received:
-    peer: bytes
-    message: Message
-    payload: memoryview
-    is_intact: bool  # the payload has the checksum that the header names
 
 
 class SenderEnd(Protocol):

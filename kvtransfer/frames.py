@@ -2,9 +2,14 @@
 
 Sender → receiver on one ordered connection: KVFrame, then Done or Cancelled. Receiver → sender: Credit, Ack, Reject.
 Headers carry ids and counts, never addresses or block ids; everything is validated before a byte is copied.
+
+When the payloads go through a communicator (kvtransfer.collective_channel) the header comes as an Announce, and Join,
+Exchange, Go and Leave arrange for the rest.
 """
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
 import msgpack
 import xxhash
@@ -80,8 +85,59 @@ class Reject(DataMessage):
     reason: str = Field(max_length=512)
 
 
+class Announce(KVFrame):
+    """A frame whose payload goes through the communicator, once the receiver has said Go."""
+
+
+class Go(DataMessage):
+    """The receiver waits for the payload of this frame in `communicator`; frames announced before it are not wanted."""
+
+    communicator: Count
+    sequence: Count
+
+
+class CommunicatorMessage(Message):
+    """`communicator` is the receiver's number; a later one replaces an earlier one."""
+
+    communicator: Count
+
+
+class Join(CommunicatorMessage):
+    """Receiver → sender: build your end of this communicator."""
+
+    transport: Name
+
+
+class Exchange(CommunicatorMessage):
+    """Both ways: what the two ends of a communicator have to know of each other to connect."""
+
+    name: Name
+    value: bytes = Field(max_length=8 * 1024)
+
+
+class Leave(CommunicatorMessage):
+    """Receiver → sender: this communicator is no longer used."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message from a sender, as the receiving end gives it to its worker."""
+
+    peer: bytes
+    message: Message
+    payload: memoryview
+    is_intact: bool  # the payload has the checksum that the header names
+
+
 FROM_SENDER: dict[str, type[DataMessage]] = {cls.__name__: cls for cls in (KVFrame, Done, Cancelled)}
 FROM_RECEIVER: dict[str, type[DataMessage]] = {cls.__name__: cls for cls in (Credit, Ack, Reject)}
+ANNOUNCING_FROM_SENDER: dict[str, type[Message]] = {**FROM_SENDER, "Announce": Announce, "Exchange": Exchange}
+ANNOUNCING_FROM_RECEIVER: dict[str, type[Message]] = {
+    **FROM_RECEIVER,
+    **{cls.__name__: cls for cls in (Go, Join, Exchange, Leave)},
+}
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 def checksum(payload: bytes | memoryview) -> int:
@@ -98,7 +154,7 @@ def encode_header(message: Message) -> bytes:
     return header
 
 
-def decode_header(header: bytes | memoryview, kinds: dict[str, type[DataMessage]]) -> DataMessage:
+def decode_header(header: bytes | memoryview, kinds: Mapping[str, type[AnyMessage]]) -> AnyMessage:
     """Return the message in `header`, which must be one of `kinds`. Raises ProtocolError for anything else."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"data header of {len(header)} bytes, allowed are {MAX_HEADER_BYTES}")

@@ -5,19 +5,19 @@ are lent to ZMQ, not copied (pyzmq does so from 64 KiB on): every payload is a f
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import zmq
 
 from ..cluster.protocol.errors import ConfigError, ProtocolError
 from ..cluster.protocol.messages import Message
-from .channel import Received
 from .frames import (
     FROM_RECEIVER,
     FROM_SENDER,
     MAX_HEADER_BYTES,
     KVFrame,
+    Received,
     checksum,
     decode_header,
     encode_header,
@@ -36,8 +36,13 @@ class ZmqReceiver:
         max_frame_bytes: int,
         tcp_host: str = "127.0.0.1",
         tcp_port: int = 0,
+        kinds: Mapping[str, type[Message]] = FROM_SENDER,
     ) -> None:
-        """Bind both addresses; `tcp_port` 0 is any free one. Raises ConfigError when one of them is no good."""
+        """Bind both addresses; `tcp_port` 0 is any free one. Raises ConfigError when one of them is no good.
+
+        Messages that are not of `kinds` are dropped.
+        """
+        self._kinds = kinds
         self.num_malformed = 0
         self.socket = context.socket(zmq.ROUTER)
         _set_common_options(self.socket, max_frame_bytes)
@@ -83,14 +88,13 @@ class ZmqReceiver:
     def close(self) -> None:
         self.socket.close(linger=0)
 
-    @staticmethod
-    def _parse(parts: Sequence[zmq.Frame]) -> Received | None:
+    def _parse(self, parts: Sequence[zmq.Frame]) -> Received | None:
         if len(parts) != 3:
             log.warning("dropped a data message of %d parts", len(parts))
             return None
         peer, header, payload = parts
         try:
-            message = decode_header(header.buffer, FROM_SENDER)
+            message = decode_header(header.buffer, self._kinds)
         except ProtocolError as error:
             log.warning("dropped a data message: %s", error)
             return None
@@ -107,7 +111,9 @@ class ZmqSender:
         addresses: Sequence[str],
         max_frame_bytes: int,
         send_timeout_s: float,
+        kinds: Mapping[str, type[Message]] = FROM_RECEIVER,
     ) -> None:
+        self._kinds = kinds
         self.address = choose_address(addresses)
         self.socket = context.socket(zmq.DEALER)
         _set_common_options(self.socket, max_frame_bytes)
@@ -140,7 +146,7 @@ class ZmqSender:
             except zmq.Again:
                 return None
             try:
-                return decode_header(header, FROM_RECEIVER)
+                return decode_header(header, self._kinds)
             except ProtocolError as error:
                 log.warning("dropped a reply: %s", error)
 

@@ -12,12 +12,13 @@ import zmq
 
 from ..cluster.protocol.mailbox import Mailbox
 from ..cluster.protocol.messages import Prefill
-from ..cluster.role import RoleArguments
+from ..cluster.role import RoleArguments, end_stuck_process
 from ..engine.control import Control
 from ..engine.loading import hello
 from ..engine.sequence import Engine, ScheduledRow
 from ..engine.timing import run_pass, write_kv
 from ..kvtransfer.channel import SenderThread
+from ..kvtransfer.open_channel import ChannelOpener
 from ..kvtransfer.sender import Closed, SenderLimits
 from ..kvtransfer.zmq_channel import ZmqSender
 from .core import (
@@ -55,7 +56,8 @@ class PromptWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closed: Mailbox[Closed] = Mailbox()
         self._senders: dict[str, SenderThread] = {}
-        greeting = hello(engine, spec.prompt.engine, "PROMPT")
+        self._opener = ChannelOpener(spec.transfer, spec.liveness, engine.device_name, end_stuck_process)
+        greeting = hello(engine, spec.prompt.engine, "PROMPT", spec.transfer.transport)
         self._control = Control(arguments, self._context, greeting, self._core.load())
 
     def run(self) -> int:
@@ -153,11 +155,16 @@ class PromptWorker:
         if prefill.receiver not in self._senders:
             self._senders[prefill.receiver] = SenderThread(
                 partial(
-                    ZmqSender,
-                    self._context,
+                    self._opener.open_sender,
+                    partial(
+                        ZmqSender,
+                        self._context,
+                        prefill.receiver_addresses,
+                        self._transfer.max_frame_bytes,
+                        self._lease_s,
+                    ),
                     prefill.receiver_addresses,
-                    self._transfer.max_frame_bytes,
-                    self._lease_s,
+                    prefill.receiver,
                 ),
                 self._engine.layout,
                 SenderLimits(self._transfer.max_frame_bytes, self._transfer.min_frame_bytes, self._lease_s),

@@ -56,7 +56,8 @@ LINKS_AND_CHANNELS = r"router/link\.py|cluster/protocol/link\.py|kvtransfer/\w*c
 MAY_OPEN = {
     "zmq context": re.compile(LINKS_AND_CHANNELS + r"|(prefill|decode)_worker/worker\.py"),  # one a process, shared
     "zmq socket": re.compile(LINKS_AND_CHANNELS),
-    "plain socket": re.compile(r"cluster/launch/\w+\.py"),
+    # open_channel.py asks the kernel which of our addresses leads to a host, by one that sends nothing
+    "plain socket": re.compile(r"cluster/launch/\w+\.py|kvtransfer/open_channel\.py"),
 }
 PARTS_OF_PYDANTIC = {"pydantic_core"}  # its documentation imports errors from there; it pins the version itself
 RUN_CODE_WHEN_LOADED = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}

@@ -7,10 +7,10 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
-from ..role import EXIT_CONFIG, EXIT_HUNG, EXIT_REFUSED
+from ..role import EXIT_CONFIG, EXIT_HUNG, EXIT_REFUSED, EXIT_STUCK
 
 FINAL_CODES = {EXIT_CONFIG: "its configuration is wrong", EXIT_REFUSED: "the router refused it"}
-REASONS = FINAL_CODES | {EXIT_HUNG: "its engine loop hung"}
+REASONS = FINAL_CODES | {EXIT_HUNG: "its engine loop hung", EXIT_STUCK: "a communicator for KV hung"}
 
 
 @dataclass(frozen=True)

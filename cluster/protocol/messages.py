@@ -114,9 +114,10 @@ class Hello(Message):
     max_model_len: int = Field(ge=1)
     max_num_batched_tokens: int = Field(ge=1)
     max_num_seqs: int = Field(ge=1)
+    transport: Name = "auto"  # transfer.transport of its spec
     data_addresses: tuple[Annotated[str, Field(max_length=256)], ...] = Field(
         default=(), max_length=4
-    )  # COMPLETION: ipc, tcp
+    )  # COMPLETION: ipc, tcp, and what else it offers (see kvtransfer/transport.py)
 
 
 class Heartbeat(Message):

@@ -216,6 +216,11 @@ def test_a_worker_that_does_not_fit_is_told_both_values(changes: dict[str, Any],
     assert reason.count("where the cluster has") == 1, "what agrees is not listed"
 
 
+def test_workers_that_would_send_by_other_means_are_not_mixed() -> None:
+    reason = joined(A).mismatch(hello().model_copy(update={"transport": "gloo"}))
+    assert reason == "transfer.transport 'gloo' where the cluster has 'auto'"
+
+
 def test_several_differences_are_all_named() -> None:
     reason = joined(A).mismatch(hello(IDENTITY.model_copy(update={"model": "x", "dtype": "float16"})))
     assert reason == "model 'x' where the cluster has 'smollm2'; dtype 'float16' where the cluster has 'bfloat16'"

@@ -6,15 +6,17 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
+from channel_kinds import Channel, Kind, make_channel
 from completion_side import CompletionSide
+from prompt_side import LIMITS, Connect, PromptSide
 from twinpool.engine.fake import FAKE_LAYOUT, FakeEngine
 from twinpool.kvtransfer.receiver import Receiver
-from twinpool.kvtransfer.zmq_channel import ZmqReceiver
+from twinpool.kvtransfer.sender import SenderLimits
 
-MAX_FRAME_BYTES = 1 << 16
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
@@ -50,7 +52,31 @@ def socket_folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def completion_side(context: Context, socket_folder: Path) -> Iterator[CompletionSide]:
-    channel = ZmqReceiver(context, socket_folder / "kv", MAX_FRAME_BYTES)
-    yield CompletionSide(channel, FakeEngine(12, 5, 2**31 - 1), Receiver(FAKE_LAYOUT, 5.0))
-    channel.close()
+def kind() -> Kind:
+    """The kind of channel; a test for all of them is parametrised with it."""
+    return "ipc"
+
+
+@pytest.fixture
+def channel(kind: Kind, context: Context, socket_folder: Path) -> Iterator[Channel]:
+    channel = make_channel(kind, context, socket_folder)
+    yield channel
+    channel.receiver.close()
+
+
+@pytest.fixture
+def completion_side(channel: Channel) -> CompletionSide:
+    return CompletionSide(channel.receiver, FakeEngine(12, 5, 2**31 - 1), Receiver(FAKE_LAYOUT, 5.0))
+
+
+@pytest.fixture
+def connect(channel: Channel) -> Iterator[Connect]:
+    sides: list[PromptSide] = []
+
+    def new(limits: SenderLimits = LIMITS, **more: Any) -> PromptSide:
+        sides.append(PromptSide(channel.open_sender, limits, **more))
+        return sides[-1]
+
+    yield new
+    for side in sides:
+        side.thread.stop(wait_s=20.0)

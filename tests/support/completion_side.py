@@ -1,13 +1,14 @@
 """A COMPLETION worker's end of the data channel without the worker: socket, receiver core and a fake cache."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import zmq
-from twinpool.cluster.protocol.messages import Message
+from twinpool.cluster.protocol.messages import Message, SamplingParams
 from twinpool.engine.fake import FakeEngine
-from twinpool.kvtransfer.channel import Received, ReceiverEnd
-from twinpool.kvtransfer.frames import Cancelled, Done, KVFrame, checksum
+from twinpool.engine.sequence import ScheduledRow, Sequence as EngineSequence
+from twinpool.kvtransfer.channel import ReceiverEnd
+from twinpool.kvtransfer.frames import Cancelled, Done, KVFrame, Received
 from twinpool.kvtransfer.receiver import (
     Complete,
     Key,
@@ -32,7 +33,6 @@ class CompletionSide:
     failed: dict[Key, str] = field(default_factory=dict[Key, str])
     released: list[Key] = field(default_factory=list[Key])
     received: list[Message] = field(default_factory=list[Message])
-    damage_next_payload: bool = False  # as a fault of memory or wire would
 
     def grant(self, key: Key, generation: int, length: int, table: list[int]) -> None:
         self.tables[key] = table
@@ -40,10 +40,16 @@ class CompletionSide:
 
     def take_one(self, within_s: float = 10.0) -> Received:
         """Return the next message, unhandled."""
+        received = self.take_one_or_none(within_s)
+        assert received is not None, "nothing came"
+        return received
+
+    def take_one_or_none(self, within_s: float) -> Received | None:
         deadline_s = time.monotonic() + within_s
         while (received := self.channel.receive()) is None:
             left_s = deadline_s - time.monotonic()
-            assert left_s > 0, "nothing came"
+            if left_s <= 0:
+                return None
             zmq.zmq_poll([(source, zmq.POLLIN) for source in self.channel.sources], int(left_s * 1000) + 1)
         self.received.append(received.message)
         return received
@@ -55,16 +61,20 @@ class CompletionSide:
 
     def take_and_handle(self, within_s: float = 10.0) -> Received:
         received = self.take_one(within_s)
-        if self.damage_next_payload and isinstance(received.message, KVFrame):
-            self.damage_next_payload = False
-            damaged = bytes([received.payload[0] ^ 1]) + bytes(received.payload[1:])
-            is_intact = checksum(damaged) == received.message.checksum
-            received = replace(received, payload=memoryview(damaged), is_intact=is_intact)
-        for command in self._handle(received):
-            self._execute(command, received)
+        self.handle(received)
         return received
 
-    def _handle(self, received: Received) -> list[ReceiverCommand]:
+    def handle(self, received: Received) -> None:
+        for command in self._commands(received):
+            self._execute(command, received)
+
+    def expire(self, now: float) -> None:
+        """Let every lease that ends before `now` run out."""
+        nobody = Received(b"", Cancelled(request_id="-", attempt=1, generation=1), memoryview(b""), False)
+        for command in self.core.expire(now):
+            self._execute(command, nobody)
+
+    def _commands(self, received: Received) -> list[ReceiverCommand]:
         now = time.monotonic()
         match received.message:
             case KVFrame():
@@ -88,3 +98,17 @@ class CompletionSide:
                 self.failed[command.key] = command.reason
             case Released():
                 self.released.append(command.key)
+
+    def continue_there(self, key: Key, prompt: list[int], num_tokens: int) -> list[int]:
+        """Decode from the KV and the first token that came; return the output tokens."""
+        sequence = EngineSequence(*key, list(prompt), len(prompt), SamplingParams(), block_table=self.tables[key])
+        sequence.token_ids.append(self.completed[key].token.token)
+        sequence.num_computed_tokens = len(prompt)
+        while sequence.num_output_tokens < num_tokens:
+            (sampled,) = self.engine.step(
+                [ScheduledRow(sequence, sequence.num_computed_tokens, len(sequence.token_ids), samples=True)]
+            ).sampled
+            assert sampled is not None
+            sequence.num_computed_tokens = len(sequence.token_ids)
+            sequence.token_ids.append(sampled.token)
+        return sequence.token_ids[len(prompt) :]

@@ -31,7 +31,7 @@ from twinpool.cluster.doctor import CHECKS
 from twinpool.cluster.metrics import Timeline
 from twinpool.cluster.protocol.codec import FROM_ROUTER, FROM_WORKER
 from twinpool.cluster.protocol.messages import Load
-from twinpool.kvtransfer.frames import FROM_RECEIVER, FROM_SENDER
+from twinpool.kvtransfer.frames import ANNOUNCING_FROM_RECEIVER, ANNOUNCING_FROM_SENDER
 from twinpool.router.generation import Caller, Deliver, GenerationFailed, GenerationRequest
 from twinpool.router.metrics import Metrics
 from twinpool.router.openai.errors import FAILURE_API_CODE, FAILURE_STATUS
@@ -289,7 +289,7 @@ def test_the_failure_table_quotes_messages_that_exist() -> None:
     ("heading", "kinds"),
     [
         ("Control messages", {**FROM_WORKER, **FROM_ROUTER}),
-        ("Data messages", {**FROM_SENDER, **FROM_RECEIVER}),
+        ("Data messages", {**ANNOUNCING_FROM_SENDER, **ANNOUNCING_FROM_RECEIVER}),
     ],
 )
 def test_the_message_tables_list_every_message_with_its_fields(heading: str, kinds: dict[str, type[BaseModel]]) -> None:

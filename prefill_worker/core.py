@@ -40,6 +40,8 @@ from ..kvtransfer.sender import Closed, FirstOutput
 
 TOO_LATE = "the time for the answer has passed"
 
+Peer = tuple[str, ...]  # a COMPLETION process, by its data addresses: each router has its own name for it
+
 
 @dataclass(frozen=True)
 class PromptLimits:
@@ -67,23 +69,23 @@ class OpenTransfer:
 @dataclass(frozen=True)
 class FinishTransfer:
     key: Owner
-    receiver: str
+    peer: Peer
     first_output: FirstOutput
 
 
 @dataclass(frozen=True)
 class AbortTransfer:
     key: Owner
-    receiver: str
+    peer: Peer
     reason: str
     is_finished: bool = False  # the request ended at its first token
 
 
 @dataclass(frozen=True)
 class ForgetPeer:
-    """This COMPLETION worker is dead: close the connection and every transfer to it."""
+    """Close the connection to this COMPLETION worker, and every transfer over it."""
 
-    receiver: str
+    peer: Peer
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ class PromptJob:
     received_s: float = 0.0
     is_probe: bool = False  # only its transfer is wanted, and how long that takes
 
+    @property
+    def peer(self) -> Peer:
+        return self.prefill.receiver_addresses
+
 
 class PromptCore:
     def __init__(self, limits: PromptLimits) -> None:
@@ -124,7 +130,8 @@ class PromptCore:
         self.scheduler = PrefillScheduler(self.pool, limits.block_size, limits.max_num_batched_tokens)
         self.probe = PassProbe(self.pool, limits)
         self._jobs: dict[Owner, PromptJob] = {}
-        self._receivers: dict[str, str] = {}  # name of a COMPLETION worker → its incarnation that we send to
+        self._peers: dict[str, Peer] = {}  # name of a COMPLETION worker → its process that we send to
+        self._replaced: set[Peer] = set()  # earlier ones, until the last transfer to them has closed
         self._rate = PrefillRate()
 
     def on_router(self, message: Message, now: float) -> list[PromptCommand]:
@@ -173,6 +180,7 @@ class PromptCore:
         reason = "the router did not renew its lease"
         commands += [self._failed(key, reason) for key in expired]
         commands += [ToRouter(ended) for ended in self.probe.tick(not self._jobs, now)]
+        commands += self._forget_replaced()
         return commands + [command for key in expired for command in self._give_up(key, reason)]
 
     def schedule(self, now: float) -> tuple[list[ScheduledRow], list[PromptCommand]]:
@@ -218,8 +226,8 @@ class PromptCore:
             commands += self._give_up(row.sequence.key, reason)
         return commands
 
-    def receiver_of(self, key: Owner) -> str:
-        return self._jobs[key].prefill.receiver
+    def peer_of(self, key: Owner) -> Peer:
+        return self._jobs[key].peer
 
     def deadline(self) -> float | None:
         jobs = [job for job in self._jobs.values() if not job.is_over]
@@ -253,7 +261,7 @@ class PromptCore:
         deadline_s = math.inf if message.remaining_ms is None else now + message.remaining_ms / 1000
         self._jobs[key] = PromptJob(message, sequence, now + self.limits.lease_s, deadline_s, received_s=now)
         self.scheduler.add(sequence, now, self._rate.tokens_per_s)
-        return self._predecessor_gone(message.receiver)
+        return self._sends_to(message)
 
     def _time_transfer(self, message: TimeTransfer, now: float) -> list[PromptCommand]:
         """Make a job of which only the transfer is left, as if its prompt had been computed."""
@@ -274,14 +282,23 @@ class PromptCore:
         stages = PrefillStages(queue_s=0, prefill_s=0, num_computed_tokens=0, num_kv_bytes=0, num_kv_bytes_arrived=0)
         output = FirstOutput(0, SampledToken(token=0), stages)
         transfer = TimeKV(key, prefill, holding.blocks, message.num_tokens, output)
-        return [*self._predecessor_gone(message.receiver), transfer]
+        return [*self._sends_to(prefill), transfer]
 
-    def _predecessor_gone(self, receiver: str) -> list[PromptCommand]:
-        """A worker's new incarnation replaces the old one, even when a router that died could not say PeerGone."""
-        name = receiver.partition("/")[0]
-        known = self._receivers.get(name)
-        self._receivers[name] = receiver
-        return [] if known in (None, receiver) else self._peer_gone(known)
+    def _sends_to(self, prefill: Prefill) -> list[PromptCommand]:
+        """A worker's new process replaces the old one, even when a router that died could not say PeerGone."""
+        name = _name_of(prefill.receiver)
+        known = self._peers.get(name)
+        self._peers[name] = prefill.receiver_addresses
+        if known not in (None, prefill.receiver_addresses):
+            self._replaced.add(known)
+        self._replaced.discard(prefill.receiver_addresses)
+        return self._forget_replaced()
+
+    def _forget_replaced(self) -> list[PromptCommand]:
+        """Close what nothing is sent over any more. What still is, belongs to a router that has yet to notice."""
+        unused = self._replaced - {job.peer for job in self._jobs.values()}
+        self._replaced -= unused
+        return [ForgetPeer(peer) for peer in sorted(unused)]
 
     def _problem(self, message: Prefill) -> str | None:
         length = len(message.token_ids)
@@ -313,10 +330,10 @@ class PromptCore:
         )
         job.is_over = True
         if reason is not None:
-            return [ToRouter(report), AbortTransfer(sequence.key, message.receiver, "the request is finished", True)]
+            return [ToRouter(report), AbortTransfer(sequence.key, job.peer, "the request is finished", True)]
         job.is_prefilled = True
         output = FirstOutput(position, token, stages)
-        return [ToRouter(report), FinishTransfer(sequence.key, message.receiver, output)]
+        return [ToRouter(report), FinishTransfer(sequence.key, job.peer, output)]
 
     def _num_kv_bytes(self, message: Prefill) -> int:
         """Return how much this transfer has to move."""
@@ -333,11 +350,18 @@ class PromptCore:
         return [ToRouter(Unknown(requests=missing))] if missing else []
 
     def _peer_gone(self, receiver: str) -> list[PromptCommand]:
+        """One router lost sight of this worker. Others may still see it: their transfers keep the connection."""
+        jobs = {key: job for key, job in self._jobs.items() if not job.is_peer_gone}
+        lost = {key: job for key, job in jobs.items() if job.prefill.receiver == receiver}
+        known = {peer for name, peer in self._peers.items() if name == _name_of(receiver)}
+        in_use = {job.peer for key, job in jobs.items() if key not in lost}
+        peers = ({job.peer for job in lost.values()} or known) - in_use
         commands: list[PromptCommand] = []
-        for key in [key for key, job in self._jobs.items() if job.prefill.receiver == receiver]:
-            self._jobs[key].is_peer_gone = True
+        for key, job in lost.items():
+            job.is_peer_gone = job.peer in peers
             commands += self._give_up(key, "the COMPLETION worker is gone")
-        return [*commands, ForgetPeer(receiver)]
+        self._replaced -= peers
+        return [*commands, *(ForgetPeer(peer) for peer in sorted(peers))]
 
     def _give_up(self, key: Owner, reason: str) -> list[PromptCommand]:
         """Stop computing `key`; its blocks come home when its transfer has closed. An unknown key is fine."""
@@ -353,11 +377,15 @@ class PromptCore:
         # A prompt that has not begun tells its receiver as well: it reuses the granted blocks only on our word.
         opening = [] if job.is_open else [OpenTransfer(key, job.prefill, [])]
         job.is_open = True
-        return [*opening, AbortTransfer(key, job.prefill.receiver, reason)]
+        return [*opening, AbortTransfer(key, job.peer, reason)]
 
     def _failed(self, key: Owner, reason: str, is_retryable: bool = True) -> ToRouter:
         failed = Failed(request_id=key[0], attempt=key[1], reason=reason[:1024], is_retryable=is_retryable)
         return ToRouter(failed)
+
+
+def _name_of(worker: str) -> str:
+    return worker.partition("/")[0]
 
 
 def _report_scores(row: ScheduledRow, scores: AnySequence[SampledToken]) -> list[PromptCommand]:

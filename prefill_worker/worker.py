@@ -26,6 +26,7 @@ from .core import (
     FinishTransfer,
     ForgetPeer,
     OpenTransfer,
+    Peer,
     PromptCommand,
     PromptCore,
     PromptLimits,
@@ -55,7 +56,7 @@ class PromptWorker:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closed: Mailbox[Closed] = Mailbox()
-        self._senders: dict[str, SenderThread] = {}
+        self._senders: dict[Peer, SenderThread] = {}
         self._opener = ChannelOpener(spec.transfer, spec.liveness, engine.device_name, end_stuck_process)
         greeting = hello(engine, spec.prompt.engine, "PROMPT", spec.transfer.transport)
         self._control = Control(arguments, self._context, greeting, self._core.load())
@@ -104,10 +105,10 @@ class PromptWorker:
         self._control.moved()
         for row in rows:
             key = row.sequence.key
-            self._senders[self._core.receiver_of(key)].layer_written(key, layer, range(row.start, row.end))
+            self._senders[self._core.peer_of(key)].layer_written(key, layer, range(row.start, row.end))
 
     def _num_arrived_bytes(self, key: tuple[str, int]) -> int:
-        return self._senders[self._core.receiver_of(key)].num_arrived_bytes(key)
+        return self._senders[self._core.peer_of(key)].num_arrived_bytes(key)
 
     def _execute(self, commands: list[PromptCommand]) -> None:
         for command in commands:
@@ -127,11 +128,11 @@ class PromptWorker:
                 case TimeKV():
                     self._time_transfer(command)
                 case FinishTransfer():
-                    self._senders[command.receiver].finish(command.key, command.first_output)
+                    self._senders[command.peer].finish(command.key, command.first_output)
                 case AbortTransfer():
-                    self._senders[command.receiver].abort(command.key, command.reason, command.is_finished)
+                    self._senders[command.peer].abort(command.key, command.reason, command.is_finished)
                 case ForgetPeer():
-                    sender = self._senders.pop(command.receiver, None)
+                    sender = self._senders.pop(command.peer, None)
                     if sender is not None:
                         sender.stop(wait_s=0.0)  # it may be stuck in a send to the dead peer; the loop must not be
 
@@ -152,18 +153,13 @@ class PromptWorker:
 
     def _sender(self, prefill: Prefill) -> SenderThread:
         """Return the thread that sends to this grant's holder; the first transfer to a peer starts it."""
-        if prefill.receiver not in self._senders:
-            self._senders[prefill.receiver] = SenderThread(
+        peer = prefill.receiver_addresses
+        if peer not in self._senders:
+            self._senders[peer] = SenderThread(
                 partial(
                     self._opener.open_sender,
-                    partial(
-                        ZmqSender,
-                        self._context,
-                        prefill.receiver_addresses,
-                        self._transfer.max_frame_bytes,
-                        self._lease_s,
-                    ),
-                    prefill.receiver_addresses,
+                    partial(ZmqSender, self._context, peer, self._transfer.max_frame_bytes, self._lease_s),
+                    peer,
                     prefill.receiver,
                 ),
                 self._engine.layout,
@@ -172,7 +168,7 @@ class PromptWorker:
                 self._closed.put,
                 prefill.receiver,
             )
-        return self._senders[prefill.receiver]
+        return self._senders[peer]
 
     def _close(self) -> None:
         for sender in self._senders.values():

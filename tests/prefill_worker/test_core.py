@@ -35,6 +35,7 @@ from twinpool.prefill_worker.core import (
 
 KEY = ("r", 1)
 D = "completion-0/d"
+AT_D = ("tcp://d",)
 
 
 def prefill(name: str = "r", length: int = 10, **changes: Any) -> Prefill:
@@ -46,7 +47,7 @@ def prefill(name: str = "r", length: int = 10, **changes: Any) -> Prefill:
         "credit_bytes": 100,
         "num_cached_tokens": 2,
         "receiver": D,
-        "receiver_addresses": ("tcp://d",),
+        "receiver_addresses": AT_D,
         "token_ids": tuple(range(100, 100 + length)),
     }
     return Prefill(**(fields | changes))
@@ -94,7 +95,7 @@ def test_a_prompt_opens_its_transfer_runs_its_chunks_and_reports() -> None:
     assert (stages.queue_s, stages.prefill_s, stages.num_computed_tokens) == (1.0, 1.5, 10)
     assert (stages.num_kv_bytes, stages.num_kv_bytes_arrived) == (8 * 32, 96), "two tokens were cached over there"
     assert isinstance(finish, FinishTransfer)
-    assert (finish.key, finish.receiver) == (KEY, D)
+    assert (finish.key, finish.peer) == (KEY, AT_D)
     assert (finish.first_output.position, finish.first_output.token, finish.first_output.stages) == (
         0,
         first.token,
@@ -203,7 +204,7 @@ def test_cancel_before_the_first_chunk_tells_the_receiver() -> None:
     message = prefill()
     core.on_router(message, 1.0)
     commands = core.on_router(Cancel(request_id="r", attempt=1), 1.1)
-    assert commands == [OpenTransfer(KEY, message, []), AbortTransfer(KEY, D, "cancelled by the router")]
+    assert commands == [OpenTransfer(KEY, message, []), AbortTransfer(KEY, AT_D, "cancelled by the router")]
     assert core.schedule(2.0) == ([], [])
     assert core.deadline() is None
     assert core.on_closed(Closed(KEY, "cancelled", "cancelled by the router"), 9.0) == []
@@ -216,7 +217,9 @@ def test_cancel_between_chunks_aborts_and_keeps_the_blocks_until_it_has_closed()
     core.on_router(prefill(), 1.0)
     step(core, 2.0)
     assert core.on_router(Cancel(request_id="r", attempt=2), 2.5) == [], "another attempt"
-    assert core.on_router(Cancel(request_id="r", attempt=1), 2.5) == [AbortTransfer(KEY, D, "cancelled by the router")]
+    assert core.on_router(Cancel(request_id="r", attempt=1), 2.5) == [
+        AbortTransfer(KEY, AT_D, "cancelled by the router")
+    ]
     assert core.schedule(3.0) == ([], [])
     assert core.pool.num_free == 7
     core.check()
@@ -272,11 +275,11 @@ def test_a_dead_receiver_ends_every_transfer_to_it() -> None:
     """Its connection is closed as a whole: no abort a transfer, no failure that the router knows already."""
     core = new_core(budget=12)
     core.on_router(prefill(), 1.0)
-    core.on_router(prefill("other", receiver="completion-1/d"), 1.0)
+    core.on_router(prefill("other", receiver="completion-1/d", receiver_addresses=("tcp://e",)), 1.0)
     step(core, 2.0)
     core.on_router(prefill("queued"), 2.5)
     commands = core.on_router(PeerGone(worker=D), 3.0)
-    assert commands == [ForgetPeer(D)]
+    assert commands == [ForgetPeer(AT_D)]
     assert core.on_closed(Closed(KEY, "failed", "gone"), 9.0) == []
     core.check()
     assert core.scheduler.keys() == [("other", 1)]
@@ -291,18 +294,72 @@ def test_a_cancel_after_the_peers_death_sends_nothing() -> None:
     assert core.on_router(Cancel(request_id="r", attempt=1), 3.1) == [], "its connection is gone"
 
 
-def test_a_new_incarnation_of_the_receiver_replaces_the_old_one() -> None:
+def test_a_new_process_of_the_receiver_replaces_the_old_one() -> None:
     """Regression: across a router's restart nobody said PeerGone, and thread and connection to the old one stayed."""
     core = new_core()
     core.on_router(prefill(), 1.0)
     step(core, 2.0)
     assert core.on_router(prefill("same"), 2.5) == []
-    assert core.on_router(prefill("elsewhere", receiver="completion-1/a"), 2.5) == []
-    assert core.on_router(prefill("new", receiver="completion-0/e"), 3.0) == [ForgetPeer(D)]
-    assert core.scheduler.keys() == [("elsewhere", 1), ("new", 1)]
-    core.on_closed(Closed(KEY, "failed", "gone"), 9.0)
+    elsewhere = prefill("elsewhere", receiver="completion-1/a", receiver_addresses=("tcp://a",))
+    assert core.on_router(elsewhere, 2.5) == []
+    new: dict[str, Any] = {"receiver": "completion-0/e", "receiver_addresses": ("tcp://e",)}
+    assert core.on_router(prefill("new", **new), 3.0) == [], "something is still sent to the old one"
+    core.on_closed(Closed(KEY, "failed", "the receiver was silent"), 3.5)
+    core.on_router(Cancel(request_id="same", attempt=1), 3.6)
+    core.on_closed(Closed(("same", 1), "cancelled", "x"), 3.7)
+    assert core.tick(3.8) == [ForgetPeer(AT_D)]
+    assert core.tick(3.9) == []
     core.check()
-    assert core.on_router(prefill("newer", receiver="completion-0/e"), 4.0) == []
+    assert core.on_router(prefill("newer", **new), 4.0) == []
+    assert core.on_router(prefill("late"), 4.1) == [], "of a router that has yet to notice; the new ones go on"
+    assert core.scheduler.keys() == [("elsewhere", 1), ("new", 1), ("newer", 1), ("late", 1)]
+
+
+def test_a_replaced_process_to_which_nothing_is_sent_is_forgotten_at_once() -> None:
+    core = new_core()
+    core.on_router(prefill(), 1.0)
+    step(core, 2.0)
+    core.on_closed(Closed(KEY, "acked", ""), 2.5)
+    new = prefill("new", receiver="completion-0/e", receiver_addresses=("tcp://e",))
+    assert core.on_router(new, 3.0) == [ForgetPeer(AT_D)]
+
+
+def test_another_incarnation_of_the_same_process_is_the_same_peer() -> None:
+    """Each router has its own name for a COMPLETION process; transfers for all of them share one connection."""
+    core = new_core()
+    core.on_router(prefill(), 1.0)
+    step(core, 2.0)
+    assert core.on_router(prefill("others", receiver="completion-0/z"), 2.5) == []
+    assert core.tick(2.6) == []
+    assert core.scheduler.keys() == [KEY, ("others", 1)]
+
+
+def test_the_word_of_one_router_that_a_peer_is_gone_touches_only_its_own_prompts() -> None:
+    """The connection stays as long as another router's prompts use it; over it the peer hears of what ends."""
+    core = new_core()
+    core.on_router(prefill(), 1.0)
+    step(core, 2.0)
+    core.on_router(prefill("others", receiver="completion-0/z"), 2.5)
+    assert core.on_router(PeerGone(worker=D), 3.0) == [AbortTransfer(KEY, AT_D, "the COMPLETION worker is gone")]
+    core.on_closed(Closed(KEY, "cancelled", "gone"), 3.1)
+    assert core.scheduler.keys() == [("others", 1)]
+    assert core.on_router(PeerGone(worker=D), 3.2) == [], "said again, when nothing of its own is left"
+    assert core.on_router(PeerGone(worker="completion-0/z"), 4.0) == [ForgetPeer(AT_D)]
+    core.check()
+
+
+def test_a_peer_that_one_router_lost_and_another_still_sees_gets_a_connection_of_its_own() -> None:
+    """The first one's transfers close with the old connection: nothing may be said of them on the new one."""
+    core = new_core()
+    core.on_router(prefill(), 1.0)
+    step(core, 2.0)
+    assert core.on_router(PeerGone(worker=D), 3.0) == [ForgetPeer(AT_D)]
+    core.on_router(prefill("others", receiver="completion-0/z"), 3.1)
+    assert core.on_router(PeerGone(worker=D), 3.2) == []
+    assert core.reset() == [
+        OpenTransfer(("others", 1), prefill("others", receiver="completion-0/z"), []),
+        AbortTransfer(("others", 1), AT_D, "the router is gone"),
+    ]
 
 
 def test_a_step_that_raises_fails_its_requests_and_the_worker_lives() -> None:
@@ -323,9 +380,9 @@ def test_reset_drops_everything() -> None:
     queued = prefill("queued")
     core.on_router(queued, 2.5)
     assert core.reset() == [
-        AbortTransfer(KEY, D, "the router is gone"),
+        AbortTransfer(KEY, AT_D, "the router is gone"),
         OpenTransfer(("queued", 1), queued, []),
-        AbortTransfer(("queued", 1), D, "the router is gone"),
+        AbortTransfer(("queued", 1), AT_D, "the router is gone"),
     ]
     assert len(core.scheduler) == 0
     for key in (KEY, ("queued", 1)):
@@ -397,7 +454,7 @@ def test_a_timed_transfer_that_fails_says_why() -> None:
     (failed,) = core.on_closed(Closed(PROBE, "cancelled", "cancelled by the router"), 2.1)
     assert failed == ToRouter(Failed(request_id="p", attempt=0, reason="cancelled by the router"))
     core = core_with_transfer()
-    assert core.on_router(PeerGone(worker=D), 2.0) == [ForgetPeer(D)]
+    assert core.on_router(PeerGone(worker=D), 2.0) == [ForgetPeer(AT_D)]
     assert kinds(core.on_closed(Closed(PROBE, "failed", "gone"), 2.1)) == [Failed]
     core = core_with_transfer()
     assert kinds(core.reset()) == [AbortTransfer]

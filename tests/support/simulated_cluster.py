@@ -71,6 +71,7 @@ class Cluster:
         self.num_prompt_blocks = rng.choice([24, 64])
         self.num_completion_blocks = rng.choice([18, 20, 64])
         self._terms = random.Random(seed ^ 0x7E2A)
+        self.has_fixed_addresses = random.Random(seed ^ 0xADD2).random() < 0.3
         self.num_router_lives = 0
         self.num_resumed = 0  # attempts that went on from KV that a dead PROMPT worker had sent
         self.router_is_alive = False
@@ -88,8 +89,8 @@ class Cluster:
     def workers(self) -> list[SimulatedWorker]:
         return [*self.prompts, *self.completions]
 
-    def completion_of(self, worker_id: str) -> SimulatedCompletionWorker:
-        return next(w for w in self.completions if w.name == WorkerId.parse(worker_id).name)
+    def completion_at(self, peer: tuple[str, ...]) -> SimulatedCompletionWorker:
+        return next(w for w in self.completions if w.name == peer[0].split("/")[3])
 
     def run(self) -> None:
         """Run until every fault is over and everything has had time to settle; check as we go and at the end."""

@@ -25,10 +25,11 @@ class Surroundings(Protocol):
     touched: "set[SimulatedWorker]"
     num_prompt_blocks: int
     num_completion_blocks: int
+    has_fixed_addresses: bool
 
     def router_gets(self, worker: WorkerId, message: Message) -> None: ...
 
-    def completion_of(self, worker_id: str) -> "SimulatedCompletionWorker": ...
+    def completion_at(self, peer: prefill.Peer) -> "SimulatedCompletionWorker": ...
 
 
 class SimulatedWorker:
@@ -196,7 +197,7 @@ class SimulatedPromptWorker(SimulatedWorker):
             BLOCK_SIZE, self.engine.num_blocks, 4096, 16, self.engine.layout.token_bytes, LEASE_S, 6
         )
         self.core = prefill.PromptCore(limits)
-        self.senders: dict[str, SimulatedSender] = {}
+        self.senders: dict[prefill.Peer, SimulatedSender] = {}
 
     def greeting(self) -> Hello:
         return _hello(self, "PROMPT", 16)
@@ -227,10 +228,10 @@ class SimulatedPromptWorker(SimulatedWorker):
         step_s = 0.002 + 0.001 * num_tokens * (1 + self.sim.rng.random())
         num_layers = self.engine.layout.num_layers
         output = self.engine.step(rows)
-        targets = [(self.core.receiver_of(row.sequence.key), row) for row in rows]
+        targets = [(self.core.peer_of(row.sequence.key), row) for row in rows]
         for layer in range(num_layers):
-            for receiver, row in targets:
-                sender, key, tokens = self.senders[receiver], row.sequence.key, range(row.start, row.end)
+            for peer, row in targets:
+                sender, key, tokens = self.senders[peer], row.sequence.key, range(row.start, row.end)
                 self.later(
                     step_s * (layer + 1) / (num_layers + 1),
                     lambda s=sender, k=key, n=layer, t=tokens: s.do(lambda: s.core.layer_written(k, n, t)),
@@ -243,7 +244,7 @@ class SimulatedPromptWorker(SimulatedWorker):
         self.wake(self.sim.now)
 
     def _num_arrived(self, key: tuple[str, int]) -> int:
-        return self.senders[self.core.receiver_of(key)].core.num_arrived_bytes(key)
+        return self.senders[self.core.peer_of(key)].core.num_arrived_bytes(key)
 
     def execute(self, commands: list[prefill.PromptCommand]) -> None:
         for command in commands:
@@ -251,8 +252,8 @@ class SimulatedPromptWorker(SimulatedWorker):
                 case prefill.ToRouter():
                     self.to_router(command.message)
                 case prefill.OpenTransfer():
-                    receiver = command.prefill.receiver
-                    sender = self.senders.setdefault(receiver, SimulatedSender(self, receiver))
+                    peer = command.prefill.receiver_addresses
+                    sender = self.senders.setdefault(peer, SimulatedSender(self, peer))
                     sender.tables[command.key] = command.block_table
                     grant = command.prefill
                     sender.core.open(
@@ -265,20 +266,20 @@ class SimulatedPromptWorker(SimulatedWorker):
                 case prefill.TimeKV():
                     self._time_transfer(command)
                 case prefill.FinishTransfer():
-                    sender = self.senders[command.receiver]
+                    sender = self.senders[command.peer]
                     sender.do(lambda s=sender, c=command: s.core.finish(c.key, c.first_output))
                 case prefill.AbortTransfer():
-                    sender = self.senders[command.receiver]
+                    sender = self.senders[command.peer]
                     sender.do(lambda s=sender, c=command: s.core.abort(c.key, c.reason, c.is_finished))
                 case prefill.ForgetPeer():
-                    sender = self.senders.pop(command.receiver, None)
+                    sender = self.senders.pop(command.peer, None)
                     if sender is not None:
                         sender.do(sender.core.peer_gone)
 
     def _time_transfer(self, command: prefill.TimeKV) -> None:
         self.core.transfer_began(command.key, self.sim.now)
         self.execute([prefill.OpenTransfer(command.key, command.prefill, command.block_table)])
-        sender = self.senders[command.prefill.receiver]
+        sender = self.senders[command.prefill.receiver_addresses]
         for layer in range(self.engine.layout.num_layers):
             sender.do(lambda n=layer: sender.core.layer_written(command.key, n, range(command.num_tokens)))
         sender.do(lambda: sender.core.finish(command.key, command.first_output))
@@ -292,8 +293,8 @@ class SimulatedPromptWorker(SimulatedWorker):
 class SimulatedSender:
     """One sender thread: never waits for the engine's step."""
 
-    def __init__(self, owner: SimulatedPromptWorker, receiver: str) -> None:
-        self.owner, self.receiver = owner, receiver
+    def __init__(self, owner: SimulatedPromptWorker, peer: prefill.Peer) -> None:
+        self.owner, self.peer = owner, peer
         self.core = Sender(owner.engine.layout, SenderLimits(max_frame_bytes=640, min_frame_bytes=200, lease_s=LEASE_S))
         self.tables: dict[tuple[str, int], list[int]] = {}
         self.next_pump_s: float | None = None
@@ -361,22 +362,22 @@ class SimulatedSender:
             damaged = bytearray(payload)
             damaged[sim.rng.randrange(len(damaged))] ^= 1 << sim.rng.randrange(8)
             payload = bytes(damaged)
-        target = owner.cluster.completion_of(self.receiver)
+        target = owner.cluster.completion_at(self.peer)
         life = owner.num_lives
 
         def deliver() -> None:
-            if target.data_life == self.receiver_life:
+            if target.data_addresses == self.peer:
                 target.post(lambda: target.on_data(self, life, message, payload))
 
-        self.receiver_life = self.__dict__.setdefault("receiver_life", target.data_life)
         sim.send(owner.name, target.name, deliver)
 
 
 class SimulatedCompletionWorker(SimulatedWorker):
     @property
-    def data_life(self) -> int:
-        """The data socket lives as long as the process, whatever incarnations it has."""
-        return self.num_lives
+    def data_addresses(self) -> tuple[str, ...]:
+        """They live as long as the process, whatever incarnations it has; with a port that was chosen, for longer."""
+        life = "" if self.cluster.has_fixed_addresses else f"/{self.num_lives}"
+        return (f"tcp://simulated/{self.name}{life}",)
 
     def boot(self) -> None:
         self.engine = FakeEngine(num_blocks=self.cluster.num_completion_blocks, block_size=BLOCK_SIZE)
@@ -464,5 +465,5 @@ def _hello(worker: SimulatedPromptWorker | SimulatedCompletionWorker, role: str,
         max_model_len=4096,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=6,
-        data_addresses=(f"tcp://simulated/{worker.name}",) if role == "COMPLETION" else (),
+        data_addresses=worker.data_addresses if isinstance(worker, SimulatedCompletionWorker) else (),
     )

@@ -4,8 +4,9 @@
     python -m twinpool.prefill_worker  --spec S --model-folder M --control ADDRESS --name prompt-0 --run-folder D …
     python -m twinpool.decode_worker   --spec S --model-folder M --control ADDRESS --name completion-0 --run-folder D …
 
-The launcher and Helm start the same lines. Exit codes: 0 stopped, 2 wrong configuration, 3 refused by the router,
-4 the engine loop hung, 5 a communicator for KV hung.
+A worker serves every router that it is given a --control for. The launcher and Helm start the same lines.
+Exit codes: 0 stopped, 2 wrong configuration, 3 refused by the router, 4 the engine loop hung, 5 a communicator for KV
+hung.
 """
 
 import argparse
@@ -35,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 class RoleArguments:
     spec: ClusterSpec
     model_folder: Path
-    control: str
+    control: tuple[str, ...]  # a router has one, a worker one for each router that it serves
     name: str
     run_folder: Path
     admin_socket: Path | None
@@ -48,7 +49,12 @@ def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArg
     parser = argparse.ArgumentParser(prog=f"python -m twinpool.{program}", description=f"Twinpool's {program} process.")
     parser.add_argument("--spec", type=Path, required=True, help="cluster spec, YAML or JSON")
     parser.add_argument("--model-folder", type=Path, required=True, help="local Hugging Face folder")
-    parser.add_argument("--control", required=True, help="ZMQ address of the router's control socket")
+    parser.add_argument(
+        "--control",
+        required=True,
+        action="append",
+        help="ZMQ address of the router's control socket; for a worker of several routers: again for each, or A,B,…",
+    )
     parser.add_argument("--name", default=program, help="stable name of this process, e.g. prompt-0")
     parser.add_argument("--run-folder", type=Path, default=Path("."), help="folder for this run's ipc sockets")
     parser.add_argument("--data-port", type=int, default=0, help="COMPLETION only: TCP port for KV; default: any free")
@@ -71,13 +77,25 @@ def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArg
     return RoleArguments(
         spec,
         given.model_folder,
-        given.control,
+        _control_addresses(program, given.control),
         given.name,
         given.run_folder,
         given.admin_socket,
         given.data_port,
         given.advertise,
     )
+
+
+def _control_addresses(program: str, given: list[str]) -> tuple[str, ...]:
+    addresses = tuple(address.strip() for text in given for address in text.split(","))
+    if "" in addresses or len(set(addresses)) < len(addresses):
+        raise ConfigError(f"--control {','.join(given)} names an address twice, or an empty one")
+    if program == "router" and len(addresses) > 1:
+        raise ConfigError(
+            f"--control {','.join(given)}: a router has one control socket",
+            hint="start another router for each, and give all their addresses to the workers",
+        )
+    return addresses
 
 
 def exit_with_parent(parent_fd: int) -> None:

@@ -11,7 +11,7 @@ A request's life here:
 """
 
 import math
-from collections.abc import Sequence as AnySequence
+from collections.abc import Collection, Sequence as AnySequence
 from dataclasses import dataclass
 
 from ..cluster.protocol.messages import (
@@ -127,10 +127,12 @@ class CompletionCore:
                 commands = []
         return self._apply(commands, now)
 
-    def reset(self, now: float) -> list[CompletionCommand]:
-        """Drop everything: whoever asked for it is gone. Transfers wait for their senders to stop."""
-        self.probe.stop()
-        return [command for key in list(self._held) for command in self._cancel(key, True, now)]
+    def reset(self, request_ids: Collection[str], now: float) -> list[CompletionCommand]:
+        """Drop these: the router that asked for them is gone. Transfers wait for their senders to stop."""
+        for request_id in request_ids:
+            self.probe.stop(request_id)
+        keys = [key for key in self._held if key[0] in request_ids]
+        return [command for key in keys for command in self._cancel(key, True, now)]
 
     def tick(self, now: float) -> list[CompletionCommand]:
         """Expire transfers without frames, sequences that the router did not renew, and those whose time has passed.
@@ -174,6 +176,10 @@ class CompletionCore:
             commands += self._cancel(row.sequence.key, False, now)
         return commands
 
+    def request_ids(self) -> set[str]:
+        """Return the requests and probes that something is held for."""
+        return {request_id for request_id, _ in (*self._held, *self.probe.owners())}
+
     def deadline(self) -> float | None:
         started = [held for held in self._held.values() if held.done is not None]
         deadlines = [min(held.expires_at, held.deadline_s) for held in started]
@@ -212,6 +218,8 @@ class CompletionCore:
         given_up = self._cancel((message.request_id, message.resumed_attempt), False, now)
         if refusal is not None:
             return [*given_up, refusal]
+        if not self._has_room(num_blocks):  # what one router measures here does not keep another one out
+            given_up += [ToRouter(failed) for failed in self.probe.tick(False, now)]
         if not (self._has_room(num_blocks) and self.pool.allocate(key, num_blocks, "granted")):
             busy = Busy(request_id=key[0], attempt=key[1], num_free_blocks=self.pool.num_free)
             return [*given_up, ToRouter(busy)]

@@ -14,6 +14,7 @@ import zmq
 from ..cluster.role import RoleArguments, end_stuck_process
 from ..engine.control import Control
 from ..engine.loading import hello
+from ..engine.ownership import Orphaned
 from ..engine.sequence import Engine, ScheduledRow
 from ..engine.timing import run_pass
 from ..kvtransfer.frames import Received
@@ -52,7 +53,7 @@ class CompletionWorker:
         self._ipc_path = ipc_path
         addresses = advertised(self._receiver.addresses, arguments.advertise)
         greeting = hello(engine, spec.completion.engine, "COMPLETION", spec.transfer.transport, addresses)
-        self._control = Control(arguments, self._context, greeting, self._core.load())
+        self._control = Control(arguments, self._context, greeting, self._core.load(), self._core.request_ids)
 
     def run(self) -> int:
         """Serve until SIGTERM or refusal; return the exit code."""
@@ -77,7 +78,10 @@ class CompletionWorker:
     def _take_messages(self) -> None:
         for message in self._control.messages():
             now = time.monotonic()
-            self._execute(self._core.reset(now) if message is None else self._core.on_router(message, now), None)
+            if isinstance(message, Orphaned):
+                self._execute(self._core.reset(message.request_ids, now), None)
+            else:
+                self._execute(self._core.on_router(message, now), None)
 
     def _take_frames(self) -> bool:
         """Handle a bounded number of data messages; True when there may be more."""

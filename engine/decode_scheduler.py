@@ -47,7 +47,7 @@ class DecodeScheduler:
             if sequence.key not in self._running:
                 continue  # preempted a moment ago
             while not self._has_room(sequence):
-                newest = max(self._running.values(), key=lambda s: (s.arrival_order, s.attempt))
+                newest = max(self._running.values(), key=lambda s: (s.arrival_order, *s.key))
                 self._preempt(newest)
                 preempted.append(newest)
                 if newest is sequence:

@@ -9,7 +9,7 @@ A request's life here:
 """
 
 import math
-from collections.abc import Callable, Sequence as AnySequence
+from collections.abc import Callable, Collection, Sequence as AnySequence
 from dataclasses import dataclass
 
 from ..cluster.protocol.messages import (
@@ -165,10 +165,12 @@ class PromptCore:
         is_expected = job.is_over and not job.is_probe and not job.is_prefilled
         return [] if is_expected or closed.outcome == "acked" else [self._failed(closed.key, closed.reason)]
 
-    def reset(self) -> list[PromptCommand]:
-        """Drop everything: whoever asked for it is gone."""
-        self.probe.stop()
-        return [command for key in list(self._jobs) for command in self._give_up(key, "the router is gone")]
+    def reset(self, request_ids: Collection[str]) -> list[PromptCommand]:
+        """Drop these requests and probes: the router that asked for them is gone."""
+        for request_id in request_ids:
+            self.probe.stop(request_id)
+        keys = [key for key in self._jobs if key[0] in request_ids]
+        return [command for key in keys for command in self._give_up(key, "the router is gone")]
 
     def tick(self, now: float) -> list[PromptCommand]:
         """Give up the prompts that the router did not renew or that come too late. Call it before every step."""
@@ -228,6 +230,10 @@ class PromptCore:
 
     def peer_of(self, key: Owner) -> Peer:
         return self._jobs[key].peer
+
+    def request_ids(self) -> set[str]:
+        """Return the requests and probes that something is held for."""
+        return {request_id for request_id, _ in (*self._jobs, *self.probe.owners())}
 
     def deadline(self) -> float | None:
         jobs = [job for job in self._jobs.values() if not job.is_over]

@@ -15,6 +15,7 @@ from ..cluster.protocol.messages import Prefill
 from ..cluster.role import RoleArguments, end_stuck_process
 from ..engine.control import Control
 from ..engine.loading import hello
+from ..engine.ownership import Orphaned
 from ..engine.sequence import Engine, ScheduledRow
 from ..engine.timing import run_pass, write_kv
 from ..kvtransfer.channel import SenderThread
@@ -59,7 +60,7 @@ class PromptWorker:
         self._senders: dict[Peer, SenderThread] = {}
         self._opener = ChannelOpener(spec.transfer, spec.liveness, engine.device_name, end_stuck_process)
         greeting = hello(engine, spec.prompt.engine, "PROMPT", spec.transfer.transport)
-        self._control = Control(arguments, self._context, greeting, self._core.load())
+        self._control = Control(arguments, self._context, greeting, self._core.load(), self._core.request_ids)
 
     def run(self) -> int:
         """Serve until SIGTERM or refusal; return the exit code."""
@@ -83,8 +84,10 @@ class PromptWorker:
         for closed in self._closed.drain():
             self._execute(self._core.on_closed(closed, time.monotonic()))
         for message in self._control.messages():
-            now = time.monotonic()
-            self._execute(self._core.reset() if message is None else self._core.on_router(message, now))
+            if isinstance(message, Orphaned):
+                self._execute(self._core.reset(message.request_ids))
+            else:
+                self._execute(self._core.on_router(message, time.monotonic()))
 
     def _step(self, rows: list[ScheduledRow]) -> None:
         started_s = time.monotonic()

@@ -34,6 +34,7 @@ PURE_CORES = [
     "twinpool.decode_worker.core",
     "twinpool.engine.block_pool",
     "twinpool.engine.decode_scheduler",
+    "twinpool.engine.ownership",
     "twinpool.engine.prefill_scheduler",
     "twinpool.engine.probe",
     "twinpool.engine.stopping",

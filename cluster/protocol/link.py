@@ -20,6 +20,7 @@ from .messages import Heartbeat, Hello, Introduce, Message, Refused, Welcome
 log = logging.getLogger(__name__)
 
 HELLO_AGAIN_S = 2.0
+REFUSED_AGAIN_S = 30.0  # another router may have come in the place of the one that refused us
 HEARTBEAT_SUFFIX = "/heartbeat"
 
 
@@ -36,12 +37,13 @@ class WorkerLink:
         beat: Callable[[], Heartbeat],
     ) -> None:
         self._context = context
-        self._address = address
         self._hello = hello
         self._heartbeat_s = liveness.heartbeat_s
         self._beat = beat
         self.worker = WorkerId(name, new_incarnation())
-        self._router_incarnation: str | None = None
+        self.address = address
+        self.router_incarnation: str | None = None  # of the router that welcomed us last
+        self.is_refused = False  # the latest answer to our Hello
         self._hello_sent_s = 0.0
         self._joined = threading.Event()
         self._closing = threading.Event()
@@ -54,8 +56,9 @@ class WorkerLink:
         return self._joined.is_set()
 
     def say_hello(self, now: float) -> None:
-        """Say Hello, and again every two seconds until the router answers."""
-        if not self._joined.is_set() and now - self._hello_sent_s >= HELLO_AGAIN_S:
+        """Say Hello, and again every two seconds until the router answers; much later when it refuses us."""
+        again_s = REFUSED_AGAIN_S if self.is_refused else HELLO_AGAIN_S
+        if not self._joined.is_set() and now - self._hello_sent_s >= again_s:
             self._hello_sent_s = now
             self.send(self._hello)
 
@@ -81,7 +84,7 @@ class WorkerLink:
             try:
                 message = decode(frames, FROM_ROUTER)
             except VersionError as error:
-                return Refused(reason=f"the router speaks {error}")
+                message = Refused(reason=f"the router speaks {error}")
             except ProtocolError as error:
                 log.warning("ignored a message of the router: %s", error)
                 continue
@@ -89,13 +92,17 @@ class WorkerLink:
                 continue  # we are about to say Hello anyway
             if isinstance(message, Introduce):
                 self._rejoin()
+            if isinstance(message, Refused):
+                self.is_refused = True
+                self._joined.clear()
             if isinstance(message, Welcome):
+                self.is_refused = False
                 self._joined.set()
             return message
 
     def is_new_router(self, welcome: Welcome) -> bool:
         """True when this Welcome comes from another router process than the one before."""
-        known, self._router_incarnation = self._router_incarnation, welcome.router_incarnation
+        known, self.router_incarnation = self.router_incarnation, welcome.router_incarnation
         return known is not None and known != welcome.router_incarnation
 
     def close(self) -> None:
@@ -123,7 +130,7 @@ class WorkerLink:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_TOKEN_FRAME_BYTES)
-        socket.connect(self._address)
+        socket.connect(self.address)
         return socket
 
     def _heartbeat_loop(self) -> None:

@@ -273,11 +273,28 @@ def test_reset_drops_everything_but_waits_for_senders() -> None:
     core = new_core()
     start(core, "running")
     core.on_router(request(), 1.0)
-    core.reset(3.0)
+    assert core.request_ids() == {"running", "r"}
+    core.reset(core.request_ids(), 3.0)
     assert len(core.scheduler) == 0
     assert core.pool.num_free == 8
     assert core.tick(8.0) == [], "nobody is left to tell"
     assert core.pool.num_free == 10
+
+
+def test_reset_leaves_what_another_router_asked_for() -> None:
+    core = new_core()
+    start(core, "mine")
+    start(core, "others", generation=2)
+    core.on_router(PASSES, 1.0)
+    core.reset({"mine", "p", "never heard of"}, 3.0)
+    assert core.request_ids() == {"others"}
+    assert core.scheduler.keys() == [("others", 1)]
+    core.check()
+    core.on_router(Cancel(request_id="others", attempt=1), 3.1)
+    core.on_router(PASSES.model_copy(update={"probe_id": "others"}), 4.0)
+    core.reset({"mine"}, 4.1)
+    assert core.probe.is_active
+    assert core.request_ids() == {"others"}
 
 
 def test_many_sequences_are_reported_in_messages_of_bounded_size() -> None:
@@ -315,9 +332,22 @@ def test_timed_passes_take_blocks_and_give_them_back() -> None:
     assert core.on_router(Cancel(request_id="p", attempt=0), 1.1) == []
     assert not core.probe.is_active
     core.on_router(PASSES.model_copy(update={"probe_id": "q"}), 1.2)
-    core.reset(1.3)
+    core.reset({"q"}, 1.3)
     core.check()
     assert core.pool.num_free == 10
+
+
+def test_timed_passes_give_way_when_a_request_finds_no_room_beside_them() -> None:
+    """Another router may ask for a grant: the one that measures has no say about its requests."""
+    core = new_core()
+    large = PASSES.model_copy(update={"rows": ((19, 1), (11, 1))})
+    core.on_router(large, 1.0)
+    assert core.load().num_free_blocks == 2
+    failed, granted = said(core.on_router(request(length=10), 1.1))
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.is_retryable) == ("p", True)
+    assert isinstance(granted, Granted)
+    core.check()
 
 
 def test_a_worker_with_a_grant_refuses_timed_passes() -> None:

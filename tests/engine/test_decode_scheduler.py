@@ -82,6 +82,16 @@ def test_a_sequence_that_is_itself_the_newest_gives_way() -> None:
     assert (names([row.sequence for row in rows]), names(preempted)) == (["old"], ["new"])
 
 
+@pytest.mark.parametrize("admitted", [("a", "b"), ("b", "a")])
+def test_of_two_with_the_same_number_it_is_always_the_same_that_gives_way(admitted: tuple[str, str]) -> None:
+    """Each router numbers its own requests: two that preempted each other in turn would both get on more slowly."""
+    pool = BlockPool(2)
+    scheduler = DecodeScheduler(pool, BLOCK_SIZE, 8)
+    for name in admitted:
+        advance([ScheduledRow(start(scheduler, pool, name, 3, 7), 3, 4, True)])
+    assert names(scheduler.schedule()[1]) == ["b"]
+
+
 def test_an_already_scheduled_row_of_a_preempted_sequence_does_not_run() -> None:
     """With turns, a sequence may be served before an older one takes its blocks: its row must go as well."""
     pool = BlockPool(3)

@@ -356,7 +356,7 @@ def test_a_peer_that_one_router_lost_and_another_still_sees_gets_a_connection_of
     assert core.on_router(PeerGone(worker=D), 3.0) == [ForgetPeer(AT_D)]
     core.on_router(prefill("others", receiver="completion-0/z"), 3.1)
     assert core.on_router(PeerGone(worker=D), 3.2) == []
-    assert core.reset() == [
+    assert core.reset(core.request_ids()) == [
         OpenTransfer(("others", 1), prefill("others", receiver="completion-0/z"), []),
         AbortTransfer(("others", 1), AT_D, "the router is gone"),
     ]
@@ -379,7 +379,7 @@ def test_reset_drops_everything() -> None:
     step(core, 2.0)
     queued = prefill("queued")
     core.on_router(queued, 2.5)
-    assert core.reset() == [
+    assert core.reset(core.request_ids()) == [
         AbortTransfer(KEY, AT_D, "the router is gone"),
         OpenTransfer(("queued", 1), queued, []),
         AbortTransfer(("queued", 1), AT_D, "the router is gone"),
@@ -388,6 +388,22 @@ def test_reset_drops_everything() -> None:
     for key in (KEY, ("queued", 1)):
         core.on_closed(Closed(key, "cancelled", "x"), 9.0)
     assert core.pool.num_free == 10
+
+
+def test_reset_leaves_what_another_router_asked_for() -> None:
+    core = new_core()
+    core.on_router(prefill("mine"), 1.0)
+    core.on_router(prefill("others"), 1.0)
+    core.on_router(PASSES, 1.0)
+    assert kinds(core.reset({"mine", "never heard of"})) == [OpenTransfer, AbortTransfer]
+    core.on_closed(Closed(("mine", 1), "cancelled", "x"), 1.5)
+    assert core.request_ids() == {"others"}
+    assert core.scheduler.keys() == [("others", 1)]
+    core = new_core()
+    core.on_router(PASSES, 1.0)
+    assert core.reset({"others"}) == []
+    assert core.probe.is_active
+    assert core.request_ids() == {"p"}
 
 
 def test_load_says_what_is_left_to_do() -> None:
@@ -457,7 +473,7 @@ def test_a_timed_transfer_that_fails_says_why() -> None:
     assert core.on_router(PeerGone(worker=D), 2.0) == [ForgetPeer(AT_D)]
     assert kinds(core.on_closed(Closed(PROBE, "failed", "gone"), 2.1)) == [Failed]
     core = core_with_transfer()
-    assert kinds(core.reset()) == [AbortTransfer]
+    assert kinds(core.reset(core.request_ids())) == [AbortTransfer]
     core.on_closed(Closed(PROBE, "cancelled", "x"), 2.1)
     assert core.pool.num_free == 10
     core.check()
@@ -495,7 +511,7 @@ def test_timed_passes_give_way_to_a_prompt() -> None:
 def test_timed_passes_end_with_the_router_or_at_its_word(end: Cancel | None) -> None:
     core = new_core()
     core.on_router(PASSES, 1.0)
-    assert (core.reset() if end is None else core.on_router(end, 1.1)) == []
+    assert (core.reset(core.request_ids()) if end is None else core.on_router(end, 1.1)) == []
     assert not core.probe.is_active
     assert core.pool.num_free == 10
 

@@ -1,22 +1,24 @@
 """A whole cluster in one thread and on one simulated clock: the real cores, a simulated network, seeded faults.
 
+Several routers may serve one set of workers; each has its own clients.
+
 Everything random comes from one seed, so a failing seed replays exactly. After every event the invariants are checked:
 I1 (block ownership) and I2 (generations) on the worker it touched, I3 (one terminal event) for every request, I6
 (nothing waits without a deadline). `Cluster.run` checks at the end that every request ended and every block came home.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simulated_network import Faults, Simulation
-from simulated_workers import LEASE_S, SimulatedCompletionWorker, SimulatedPromptWorker, SimulatedWorker
+from simulated_process import SimulatedWorker
+from simulated_router import SimulatedRouter
+from simulated_workers import LEASE_S, SimulatedCompletionWorker, SimulatedPromptWorker
 from twinpool.cluster.config import ClusterSpec, LivenessSpec, RouterSpec
 from twinpool.cluster.protocol.identity import WorkerId
 from twinpool.cluster.protocol.messages import (
     PROBE_ATTEMPT,
-    Granted,
     GrantRequest,
     Message,
     Prefill,
@@ -24,7 +26,7 @@ from twinpool.cluster.protocol.messages import (
     SamplingParams,
 )
 from twinpool.engine.fake import expected_scores, expected_tokens
-from twinpool.router.core import CoreCommand, RouterCore
+from twinpool.router.core import CoreCommand
 from twinpool.router.generation import Caller, Finished, GenerationEvent, GenerationRequest, PromptScored, TokensSent
 from twinpool.router.lifecycle import Emit, Send
 from twinpool.router.probes import PassesQuestion, ProbeEnded, ProbeResult, TransferQuestion
@@ -40,6 +42,7 @@ class Client:
     """One request as its client sees it."""
 
     request: GenerationRequest
+    router: SimulatedRouter
     tokens: list[int] = field(default_factory=list)
     scores: list[SampledToken] = field(default_factory=list)
     terminal: GenerationEvent | None = None
@@ -57,28 +60,38 @@ class AskedProbe:
     """One probe as whoever asked for it sees it."""
 
     question: PassesQuestion | TransferQuestion
+    router: SimulatedRouter
     asked_s: float
     result: ProbeResult | None = None
     is_gone: bool = False  # nobody waits any more, or the router died under it
 
 
 class Cluster:
-    """One router, two PROMPT and two COMPLETION workers, some clients."""
+    """Some routers, two PROMPT and two COMPLETION workers, some clients."""
 
-    def __init__(self, seed: int, faults: Faults | None = None, num_requests: int = 16, num_probes: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults | None = None,
+        num_requests: int = 16,
+        num_probes: int = 0,
+        num_routers: int = 1,
+    ) -> None:
         rng = random.Random(seed ^ 0x5EED)
         self.sim = Simulation(seed, faults or Faults.random(rng))
         self.num_prompt_blocks = rng.choice([24, 64])
         self.num_completion_blocks = rng.choice([18, 20, 64])
         self._terms = random.Random(seed ^ 0x7E2A)
         self.has_fixed_addresses = random.Random(seed ^ 0xADD2).random() < 0.3
-        self.num_router_lives = 0
-        self.num_resumed = 0  # attempts that went on from KV that a dead PROMPT worker had sent
-        self.router_is_alive = False
+        self._which = random.Random(seed ^ 0x2007)  # of the routers
         self.clients: dict[str, Client] = {}
         self.probes: dict[str, AskedProbe] = {}
         self.touched: set[SimulatedWorker] = set()  # whose state this event may have changed
-        self._start_router()
+        self.prompts: list[SimulatedPromptWorker] = []
+        self.completions: list[SimulatedCompletionWorker] = []
+        self.routers: list[SimulatedRouter] = []
+        for number in range(num_routers):
+            self.routers.append(SimulatedRouter(self.sim, SPEC, number, lambda: self.workers, self._on_command))
         self.prompts = [SimulatedPromptWorker(self, f"prompt-{i}") for i in range(2)]
         self.completions = [SimulatedCompletionWorker(self, f"completion-{i}") for i in range(2)]
         self._plan_requests(num_requests)
@@ -97,50 +110,37 @@ class Cluster:
         self.sim.run(self.sim.healed_s + 70.0, self._check)
         self._check_settled()
 
-    def router_gets(self, worker: WorkerId, message: Message) -> None:
-        if self.router_is_alive:
-            self.num_resumed += isinstance(message, Granted) and any(message.arrived_tokens)
-            self._execute(self.router.on_message(worker, message, self.sim.now))
+    @property
+    def router_names(self) -> list[str]:
+        return [router.name for router in self.routers]
 
-    def _start_router(self) -> None:
-        self.num_router_lives += 1
-        self.router_is_alive = True
-        self.router = RouterCore(SPEC, f"router-{self.num_router_lives}")
-        self._tick_router(self.num_router_lives)
+    @property
+    def num_resumed(self) -> int:
+        return sum(router.num_resumed for router in self.routers)
 
-    def _tick_router(self, life: int) -> None:
-        if self.router_is_alive and life == self.num_router_lives:
-            self._execute(self.router.tick(self.sim.now))
-            self.sim.at(self.sim.now + 0.1, lambda: self._tick_router(life))
+    def router_gets(self, router: int, worker: WorkerId, message: Message) -> None:
+        self.routers[router].gets(worker, message)
 
-    def _crash_router(self) -> None:
-        self.router_is_alive = False
+    def crash(self, router: SimulatedRouter) -> None:
+        """Kill it, if it lives; its clients go with it, and it comes back a while later."""
+        if not router.is_alive:
+            return
+        router.crash()
         for client in self.clients.values():
-            client.is_gone = client.is_gone or client.terminal is None
+            client.is_gone |= client.router is router and client.terminal is None
         for probe in self.probes.values():
-            probe.is_gone = probe.is_gone or probe.result is None
-        self.sim.at(self.sim.now + 2 * self.sim.rng.random(), self._start_router)
+            probe.is_gone |= probe.router is router and probe.result is None
 
-    def _execute(self, commands: Sequence[CoreCommand]) -> None:
-        for command in commands:
-            match command:
-                case Send():
-                    self._check_spared(command)
-                    self._check_wanted(command.message)
-                    worker = next(w for w in self.workers if w.name == command.worker.name)
-                    deliver = lambda w=worker, c=command: w.router_says(c.worker, c.message)  # noqa: E731
-                    self.sim.send("router", worker.name, deliver)
-                case Emit():
-                    self._client_gets(self.clients[command.request_id], command.event)
-                case ProbeEnded():
-                    probe = self.probes[command.probe_id]
-                    assert probe.result is None, "a probe ends once"
-                    probe.result = command.result
-
-    def _check_spared(self, command: Send) -> None:
-        message = command.message
-        is_request = isinstance(message, GrantRequest | Prefill) and message.attempt != PROBE_ATTEMPT
-        assert not (is_request and command.worker in self.router.probes.workers), "a request for a worker under probe"
+    def _on_command(self, command: CoreCommand) -> None:
+        match command:
+            case Send():
+                self._check_wanted(command.message)
+            case Emit():
+                self._client_gets(self.clients[command.request_id], command.event)
+            case ProbeEnded():
+                probe = self.probes[command.probe_id]
+                assert probe.result is None, "a probe ends once"
+                probe.result = command.result
 
     def _check_wanted(self, message: Message) -> None:
         """Nothing is begun, or goes on elsewhere, that has ended or whose time has passed."""
@@ -190,22 +190,24 @@ class Cluster:
         return replace(request, caller=caller, priority=priority, timeout_s=timeout_s)
 
     def _submit(self, request: GenerationRequest) -> None:
-        if not self.router_is_alive:
+        router = self._which.choice(self.routers)
+        if not router.is_alive:
             return
         needs_tokens = 3 if request.sampling.seed % 5 == 4 else None
-        self.clients[request.request_id] = Client(request, submitted_s=self.sim.now, needs_tokens=needs_tokens)
-        self._execute(self.router.submit(request, self.sim.now))
+        self.clients[request.request_id] = Client(request, router, submitted_s=self.sim.now, needs_tokens=needs_tokens)
+        router.execute(router.core.submit(request, self.sim.now))
 
     def _hang_up(self, request_id: str) -> None:
         client = self.clients.get(request_id)
         if client is not None and client.terminal is None and not client.is_gone:
             client.is_gone = True
-            self._execute(self.router.cancel(request_id, self.sim.now))
+            client.router.execute(client.router.core.cancel(request_id, self.sim.now))
 
     def _stop_reading(self, client: Client) -> None:
         """Its text holds a stop string: the router ends it for the reader, unless something else did meanwhile."""
-        if self.router_is_alive and client.terminal is None and not client.is_gone:
-            self._execute(self.router.finish(client.request.request_id, self.sim.now))
+        router = client.router
+        if router.is_alive and client.terminal is None and not client.is_gone:
+            router.execute(router.core.finish(client.request.request_id, self.sim.now))
             assert isinstance(client.terminal, Finished), "an answer that was enough did not end well"
 
     def _plan_probes(self, num_probes: int) -> None:
@@ -229,15 +231,16 @@ class Cluster:
                 self.sim.at(at_s + rng.random() * 0.1, lambda n=number: self._drop_probe(f"probe-{n}"))
 
     def _ask_probe(self, probe_id: str, question: PassesQuestion | TransferQuestion) -> None:
-        if self.router_is_alive:
-            self.probes[probe_id] = AskedProbe(question, self.sim.now)
-            self._execute(self.router.probe(probe_id, question, self.sim.now))
+        router = self._which.choice(self.routers)
+        if router.is_alive:
+            self.probes[probe_id] = AskedProbe(question, router, self.sim.now)
+            router.execute(router.core.probe(probe_id, question, self.sim.now))
 
     def _drop_probe(self, probe_id: str) -> None:
         probe = self.probes.get(probe_id)
         if probe is not None and probe.result is None and not probe.is_gone:
             probe.is_gone = True
-            self._execute(self.router.cancel_probe(probe_id))
+            probe.router.execute(probe.router.core.cancel_probe(probe_id))
 
     def _plan_faults(self) -> None:
         rng, faults, sim = self.sim.rng, self.sim.faults, self.sim
@@ -248,17 +251,19 @@ class Cluster:
         for _ in range(faults.num_pauses):
             worker, pause_s = rng.choice(self.workers), rng.choice([0.5, 2.5, 6.0])
             sim.at(1.0 + rng.random() * 12, lambda w=worker, p=pause_s: setattr(w, "paused_until_s", sim.now + p))
-        names = ["router", *(worker.name for worker in self.workers)]
+        names = [*self.router_names, *(worker.name for worker in self.workers)]
         for _ in range(faults.num_partitions):
             a, b = rng.sample(names, 2)
             duration_s = rng.choice([0.2, 2.0, 6.0])
             sim.at(1.0 + rng.random() * 12, lambda a=a, b=b, d=duration_s: sim.cut(a, b, d))
         for _ in range(faults.num_router_crashes):
-            sim.at(2.0 + rng.random() * 10, self._crash_router)
+            victim = self._which.choice(self.routers)
+            sim.at(2.0 + rng.random() * 10, lambda r=victim: self.crash(r))
 
     def _check(self) -> None:
-        if self.router_is_alive:
-            self.router.dispatcher.check()
+        for router in self.routers:
+            if router.is_alive:
+                router.core.dispatcher.check()
         while self.touched:
             self.touched.pop().check()
         for client in self.clients.values():
@@ -281,7 +286,10 @@ class Cluster:
             scores = expected_scores(request.token_ids, 2) if request.sampling.scores_prompt else []
             assert client.scores == scores[: len(client.scores)], f"I4: {request.request_id} got wrong scores"
             assert not client.tokens or client.scores == scores, "a token before the last score"
-        assert not self.router.probes.workers, "a worker is spared for a probe that has ended"
+        for router in self.routers:
+            assert router.is_alive, "every crashed router came back"
+            assert not router.core.probes.workers, "a worker is spared for a probe that has ended"
+            assert len(router.core.membership.members) == len(self.workers), "a worker did not come back to its router"
         for worker in self.workers:
             assert not worker.core.probe.is_active, "a probe that nobody waits for still runs"
             assert worker.is_alive, "every crashed worker came back"

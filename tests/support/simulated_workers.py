@@ -1,14 +1,17 @@
-"""Simulated processes around the workers' real cores: life and death, the control link, the turns of their loops."""
+"""Simulated processes around the workers' real cores, with the sender threads of PROMPT workers."""
 
 from collections.abc import Callable
-from typing import Protocol
 
-from simulated_network import Simulation
-from twinpool.cluster.protocol.identity import WorkerId
-from twinpool.cluster.protocol.messages import Heartbeat, Hello, Introduce, Leaving, Message, SampledToken, Welcome
+from simulated_process import SimulatedWorker
+from twinpool.cluster.protocol.messages import (
+    Heartbeat,
+    Hello,
+    Message,
+    SampledToken,
+)
 from twinpool.decode_worker import core as decode
 from twinpool.engine.fake import FakeEngine
-from twinpool.engine.probe import PassProbe
+from twinpool.engine.ownership import Orphaned
 from twinpool.engine.sequence import ScheduledRow, StepOutput
 from twinpool.kvtransfer.frames import Ack, Credit, DataMessage, KVFrame, Reject, checksum
 from twinpool.kvtransfer.sender import Closed, Sender, SenderLimits, SendFrame, SendMessage
@@ -16,178 +19,6 @@ from twinpool.prefill_worker import core as prefill
 
 LEASE_S = 5.0
 BLOCK_SIZE = 4
-
-
-class Surroundings(Protocol):
-    """What a simulated worker sees of the cluster that it is in."""
-
-    sim: Simulation
-    touched: "set[SimulatedWorker]"
-    num_prompt_blocks: int
-    num_completion_blocks: int
-    has_fixed_addresses: bool
-
-    def router_gets(self, worker: WorkerId, message: Message) -> None: ...
-
-    def completion_at(self, peer: prefill.Peer) -> "SimulatedCompletionWorker": ...
-
-
-class SimulatedWorker:
-    """What both kinds of process share: life and death, the control link, the turn of the loop."""
-
-    def __init__(self, cluster: Surroundings, name: str) -> None:
-        self.cluster, self.sim, self.name = cluster, cluster.sim, name
-        self.num_lives = 0
-        self.is_alive = False
-        self.start()
-
-    def start(self) -> None:
-        self.num_lives += 1
-        self.is_alive, self.is_joined, self.is_stepping = True, False, False
-        self.paused_until_s = 0.0
-        self.num_incarnations = 0
-        self.progress = 0
-        self.router_incarnation: str | None = None
-        self.inbox: list[Callable[[], None]] = []
-        self.next_turn_s: float | None = None
-        self._new_incarnation()
-        self.boot()
-        self._say_hello(self.num_lives)
-        self._beat(self.num_lives)
-
-    def boot(self) -> None:
-        raise AssertionError("each kind has its own")
-
-    def crash(self, says_goodbye: bool) -> None:
-        """Die and come back a while later; a process that is stopped on purpose says so first."""
-        if says_goodbye and self.is_joined:
-            self.to_router(Leaving())
-        self.is_alive = False
-        life = self.num_lives
-        self.sim.at(
-            self.sim.now + 0.5 + 3 * self.sim.rng.random(), lambda: self.start() if life == self.num_lives else None
-        )
-
-    def post(self, action: Callable[[], None]) -> None:
-        """Put something into this process's inbox; a dead process gets nothing."""
-        if self.is_alive:
-            self.inbox.append(action)
-            self.wake(self.sim.now)
-
-    def wake(self, at_s: float) -> None:
-        """Have a turn of the loop no later than `at_s`, unless a step is running: it ends with a turn anyway."""
-        at_s = max(at_s, self.paused_until_s, self.sim.now)
-        if self.is_stepping or (self.next_turn_s is not None and self.next_turn_s <= at_s):
-            return
-        self.next_turn_s = at_s
-        life = self.num_lives
-        self.sim.at(at_s, lambda: self._turn(life, at_s))
-
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do `action` later in this same life of the process, pauses included."""
-        life = self.num_lives
-
-        def fire() -> None:
-            if not self.is_alive or life != self.num_lives:
-                return
-            if self.sim.now < self.paused_until_s:
-                self.sim.at(self.paused_until_s, fire)
-            else:
-                self.cluster.touched.add(self)
-                action()
-
-        self.sim.at(self.sim.now + delay_s, fire)
-
-    def to_router(self, message: Message) -> None:
-        worker = self.worker
-        self.sim.send(self.name, "router", lambda: self.cluster.router_gets(worker, message))
-
-    def router_says(self, worker: WorkerId, message: Message) -> None:
-        if worker == self.worker:
-            self.post(lambda: self._on_control(worker, message))
-
-    def turn(self) -> None:
-        raise AssertionError("each kind has its own")
-
-    def on_router(self, message: Message) -> None:
-        raise AssertionError("each kind has its own")
-
-    def reset(self) -> None:
-        raise AssertionError("each kind has its own")
-
-    def greeting(self) -> Hello:
-        raise AssertionError("each kind has its own")
-
-    def heartbeat(self) -> Heartbeat:
-        raise AssertionError("each kind has its own")
-
-    def run_pass(self, probe: PassProbe, engine: FakeEngine) -> None:
-        """Run a pass of a probe, as engine.timing does."""
-        if probe.unwritten():
-            probe.written(self.sim.now)
-        rows = probe.schedule()
-        sampled = engine.step(rows).sampled
-        self.is_stepping = True
-        self.later(0.005 + 0.001 * len(rows), lambda: self._pass_done(probe, rows, sampled))
-
-    def _pass_done(self, probe: PassProbe, rows: list[ScheduledRow], sampled: list[SampledToken | None]) -> None:
-        self.is_stepping = False
-        for answer in probe.completed(rows, sampled, self.sim.now):
-            self.to_router(answer)
-        self.wake(self.sim.now)
-
-    def _turn(self, life: int, planned_s: float) -> None:
-        if not self.is_alive or life != self.num_lives or self.next_turn_s != planned_s:
-            return
-        if self.is_stepping:
-            self.next_turn_s = None
-            return
-        if self.sim.now < self.paused_until_s:
-            self.next_turn_s = None
-            self.wake(self.paused_until_s)
-            return
-        self.next_turn_s = None
-        self.cluster.touched.add(self)
-        self.progress += 1
-        inbox, self.inbox = self.inbox, []
-        for action in inbox:
-            action()
-        self.turn()
-
-    def _on_control(self, worker: WorkerId, message: Message) -> None:
-        if worker != self.worker:
-            return
-        match message:
-            case Introduce():
-                if self.is_joined:
-                    self.is_joined = False
-                    self._new_incarnation()
-                    self.reset()
-                    self._say_hello(self.num_lives)
-            case Welcome():
-                self.is_joined = True
-                known, self.router_incarnation = self.router_incarnation, message.router_incarnation
-                if known not in (None, message.router_incarnation):
-                    self.reset()
-            case _:
-                self.on_router(message)
-
-    def _new_incarnation(self) -> None:
-        self.num_incarnations += 1
-        self.worker = WorkerId(self.name, f"{self.num_lives}.{self.num_incarnations}")
-
-    def _say_hello(self, life: int) -> None:
-        if self.is_alive and life == self.num_lives and not self.is_joined:
-            self.to_router(self.greeting())
-            self.later(2.0, lambda: self._say_hello(life))
-
-    def _beat(self, life: int) -> None:
-        if self.is_joined:
-            if not self.is_stepping and self.sim.now >= self.paused_until_s:
-                self.progress += 1  # the loop turns twice a second, work or none
-            worker, beat = self.worker, self.heartbeat()
-            self.sim.send(self.name + "/heartbeat", "router", lambda: self.cluster.router_gets(worker, beat))
-        self.later(0.5, lambda: self._beat(life))
 
 
 class SimulatedPromptWorker(SimulatedWorker):
@@ -208,8 +39,11 @@ class SimulatedPromptWorker(SimulatedWorker):
     def on_router(self, message: Message) -> None:
         self.execute(self.core.on_router(message, self.sim.now))
 
-    def reset(self) -> None:
-        self.execute(self.core.reset())
+    def reset(self, orphaned: Orphaned) -> None:
+        self.execute(self.core.reset(orphaned.request_ids))
+
+    def request_ids(self) -> set[str]:
+        return self.core.request_ids()
 
     def turn(self) -> None:
         self.execute(self.core.tick(self.sim.now))
@@ -393,8 +227,11 @@ class SimulatedCompletionWorker(SimulatedWorker):
     def on_router(self, message: Message) -> None:
         self.execute(self.core.on_router(message, self.sim.now), None, b"")
 
-    def reset(self) -> None:
-        self.execute(self.core.reset(self.sim.now), None, b"")
+    def reset(self, orphaned: Orphaned) -> None:
+        self.execute(self.core.reset(orphaned.request_ids, self.sim.now), None, b"")
+
+    def request_ids(self) -> set[str]:
+        return self.core.request_ids()
 
     def on_data(self, sender: SimulatedSender, life: int, message: DataMessage, payload: bytes) -> None:
         is_intact = isinstance(message, KVFrame) and checksum(payload) == message.checksum

@@ -10,10 +10,11 @@ from pathlib import Path
 import msgpack
 import pytest
 import zmq
+from fake_router import FakeRouter
 from twinpool.cluster.config import LivenessSpec
 from twinpool.cluster.protocol.codec import FROM_WORKER, decode, encode
-from twinpool.cluster.protocol.identity import PROTOCOL_VERSION, WorkerId
-from twinpool.cluster.protocol.link import HEARTBEAT_SUFFIX, HELLO_AGAIN_S, WorkerLink
+from twinpool.cluster.protocol.identity import PROTOCOL_VERSION
+from twinpool.cluster.protocol.link import HEARTBEAT_SUFFIX, HELLO_AGAIN_S, REFUSED_AGAIN_S, WorkerLink
 from twinpool.cluster.protocol.messages import (
     Cancel,
     Heartbeat,
@@ -49,29 +50,6 @@ HELLO = Hello(
     max_num_seqs=4,
 )
 WELCOME = Welcome(router_incarnation="one")
-
-
-class FakeRouter:
-    """Reads what workers say; a heartbeat connection is another peer than its worker's own."""
-
-    def __init__(self, context: Context, address: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.bind(address)
-
-    def receive(self, kind: type[Message]) -> tuple[str, Message]:
-        """Return the next message of that kind and who sent it; others are skipped."""
-        while True:
-            assert self.socket.poll(10_000), f"no {kind.__name__} came"
-            identity, *frames = self.socket.recv_multipart()
-            message = decode(frames, FROM_WORKER)
-            if isinstance(message, kind):
-                return identity.decode(), message
-
-    def send(self, worker: WorkerId, *messages: Message) -> None:
-        for message in messages:
-            self.socket.send_multipart([str(worker).encode(), *encode(message)])
 
 
 @pytest.fixture
@@ -208,6 +186,25 @@ def test_a_refusal_is_passed_on(router: FakeRouter, link: WorkerLink) -> None:
     router.send(link.worker, Refused(reason="dtype"))
     assert next_message(link) == Refused(reason="dtype")
     assert not link.is_joined
+    assert link.is_refused
+
+
+def test_a_router_that_refused_us_is_asked_again_much_later(router: FakeRouter, link: WorkerLink) -> None:
+    """Another one may have come in its place; a worker of several routers lives on meanwhile."""
+    join(router, link)
+    router.send(link.worker, Refused(reason="version"))
+    assert next_message(link) == Refused(reason="version")
+    assert not link.is_joined, "no heartbeats for a router that does not want us"
+    link.say_hello(1000.0 + REFUSED_AGAIN_S - 0.01)
+    link.send(Unknown(requests=()))  # marks that there was no Hello before it
+    while isinstance(message := router.receive(Message)[1], Heartbeat):
+        pass
+    assert message == Unknown(requests=())
+    link.say_hello(1000.0 + REFUSED_AGAIN_S)
+    router.receive(Hello)
+    router.send(link.worker, WELCOME)
+    assert next_message(link) == WELCOME
+    assert (link.is_joined, link.is_refused) == (True, False)
 
 
 def test_a_new_router_is_told_from_the_old(router: FakeRouter, link: WorkerLink) -> None:

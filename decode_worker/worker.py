@@ -13,6 +13,7 @@ import zmq
 
 from ..cluster.role import RoleArguments, end_stuck_process
 from ..engine.control import Control
+from ..engine.intake import refusal
 from ..engine.loading import hello
 from ..engine.ownership import Orphaned
 from ..engine.sequence import Engine, ScheduledRow
@@ -80,6 +81,8 @@ class CompletionWorker:
             now = time.monotonic()
             if isinstance(message, Orphaned):
                 self._execute(self._core.reset(message.request_ids, now), None)
+            elif (refused := refusal(message, self._engine.vocab_size)) is not None:
+                self._control.send(refused)
             else:
                 self._execute(self._core.on_router(message, now), None)
 

@@ -71,6 +71,10 @@ class FakeEngine:
     def device_name(self) -> str:
         return "cpu"
 
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
     def step(self, rows: AnySequence[ScheduledRow], on_layer: LayerWritten | None = None) -> StepOutput:
         """Write the rows' keys and values layer by layer, then hash. Takes `seconds_per_row` a row."""
         chain = [value.to_bytes(8, "little") for row in rows for value in self._chains(row)]

@@ -57,6 +57,11 @@ class ModelEngine:
     def device_name(self) -> str:
         return str(self.device)
 
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the model has a row for."""
+        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
     @torch.inference_mode()
     def step(self, rows: AnySequence[ScheduledRow], on_layer: LayerWritten | None = None) -> StepOutput:
         """Run one forward pass over `rows`."""

@@ -110,6 +110,9 @@ class Engine(Protocol):
         """What it computes on, as torch calls it: "cpu", "cuda:0"."""
         ...
 
+    @property
+    def vocab_size(self) -> int: ...
+
     def step(self, rows: AnySequence[ScheduledRow], on_layer: LayerWritten | None = None) -> StepOutput:
         """Run one forward pass.
 

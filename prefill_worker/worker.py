@@ -14,6 +14,7 @@ from ..cluster.protocol.mailbox import Mailbox
 from ..cluster.protocol.messages import Prefill
 from ..cluster.role import RoleArguments, end_stuck_process
 from ..engine.control import Control
+from ..engine.intake import refusal
 from ..engine.loading import hello
 from ..engine.ownership import Orphaned
 from ..engine.sequence import Engine, ScheduledRow
@@ -86,6 +87,8 @@ class PromptWorker:
         for message in self._control.messages():
             if isinstance(message, Orphaned):
                 self._execute(self._core.reset(message.request_ids))
+            elif (refused := refusal(message, self._engine.vocab_size)) is not None:
+                self._control.send(refused)
             else:
                 self._execute(self._core.on_router(message, time.monotonic()))
 

@@ -78,7 +78,10 @@ def _unpack_tokens(frame: bytes) -> tuple[int, ...]:
         raise ProtocolError(
             f"token frame of {len(frame)} bytes; allowed are whole int32s up to {MAX_TOKEN_FRAME_BYTES}"
         )
-    return tuple(np.frombuffer(frame, dtype="<i4").tolist())
+    tokens = np.frombuffer(frame, dtype="<i4")
+    if tokens.size and tokens.min() < 0:
+        raise ProtocolError(f"token id {tokens.min()}; none is below 0")
+    return tuple(tokens.tolist())
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:

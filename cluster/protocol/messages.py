@@ -9,7 +9,7 @@ Directions: a class's `__doc__` opens with the arrow `router → worker` or `wor
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .identity import Role
 
@@ -17,6 +17,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 FinishReason = Literal["stop", "length"]
 TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 ArrivedTokens = Annotated[tuple[TokenCount, ...], Field(max_length=1024)]
 
@@ -50,7 +51,7 @@ class SamplingParams(Message):
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
-    logit_bias: dict[TokenId, float] = Field(default_factory=dict, max_length=300)
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict, max_length=300)
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=64)  # end-of-sequence tokens included
     seed: int = Field(default=0, ge=-(2**63), le=2**63 - 1)
     num_logprobs: int | None = Field(default=None, ge=0, le=20)  # None: no log-probabilities at all
@@ -308,6 +309,12 @@ class Prefill(Message):
     receiver_addresses: tuple[Annotated[str, Field(max_length=256)], ...] = Field(max_length=4)
     remaining_ms: int | None = Field(default=None, ge=0)
     token_ids: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_cached_of_the_prompt(self) -> "Prefill":
+        if self.num_cached_tokens > len(self.token_ids):
+            raise ValueError("more tokens are cached than the prompt has")
+        return self
 
 
 class Cancel(Message):

@@ -248,6 +248,7 @@ GOOD = encode(SAMPLES[12])[0]
         [msgpack.packb([1, "Introduce"])],
         [msgpack.packb([1, "Introduce", {}, {}])],
         [GOOD, b"\x00" * 5],
+        [GOOD, b"\x05\x00\x00\x00\xff\xff\xff\xff"],  # a token below 0
         [GOOD, b"\x00" * (MAX_TOKEN_FRAME_BYTES + 4)],
     ],
 )
@@ -339,6 +340,8 @@ def test_random_bytes_are_only_a_protocol_error(data: bytes) -> None:
         (SamplingParams, {"temperature": float("inf")}),
         (SamplingParams, {"max_tokens": 0}),
         (SamplingParams, {"logit_bias": {-1: 0.0}}),
+        (SamplingParams, {"logit_bias": {1: float("nan")}}),
+        (SamplingParams, {"logit_bias": {1: 100.5}}),
         (SamplingParams, {"num_logprobs": 21}),
         (SampledToken, {"token": -1}),
         (SampledToken, {"token": 2**31}),
@@ -351,6 +354,15 @@ def test_random_bytes_are_only_a_protocol_error(data: bytes) -> None:
 def test_fields_out_of_range_are_refused(kind: type[Message], fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         kind(**fields)
+
+
+def test_no_more_can_be_cached_than_the_prompt_has() -> None:
+    """Regression: such an order ended the PROMPT worker, by a count of bytes below 0 in its report."""
+    prefill = next(message for message in SAMPLES if isinstance(message, Prefill))
+    fields = prefill.model_dump() | {"num_cached_tokens": 1001}
+    with pytest.raises(ValidationError, match="more tokens are cached than the prompt has"):
+        Prefill.model_validate(fields)
+    assert Prefill.model_validate(fields | {"num_cached_tokens": 1000}).num_cached_tokens == 1000
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """The headers of the data channel: they survive the wire, nothing else passes for one."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 import pytest
+from fuzzing import assert_small, count_refused, damaged, with_one_hostile
 from twinpool.cluster.protocol.errors import ProtocolError
 from twinpool.cluster.protocol.identity import PROTOCOL_VERSION
 from twinpool.cluster.protocol.messages import PrefillStages, SampledToken
@@ -49,6 +51,7 @@ SAMPLES: list[DataMessage] = [
     Reject(**ONE, reason="é" * 512),
 ]
 KINDS = FROM_SENDER | FROM_RECEIVER
+VERSION = bytes([PROTOCOL_VERSION])
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
@@ -85,17 +88,17 @@ def test_another_version_is_named() -> None:
     [
         1,
         [],
-        [1, "Ack"],
-        [1, "Nobody", {}],
-        [1, ["Ack"], {}],
-        [1, {}, {}],
-        [1, "Ack", None],
-        [1, "Ack", {**ONE, "generation": 0}],
-        [1, "Ack", {**ONE, "more": 1}],
-        [1, "Ack", {**ONE, "request_id": ""}],
-        [1, "Ack", {**ONE, "attempt": msgpack.ExtType(5, b"x")}],
-        [1, "Credit", {**ONE, "num_bytes": -1}],
-        [1, "Credit", {**ONE, "num_bytes": 2**40 + 1}],
+        [PROTOCOL_VERSION, "Ack"],
+        [PROTOCOL_VERSION, "Nobody", {}],
+        [PROTOCOL_VERSION, ["Ack"], {}],
+        [PROTOCOL_VERSION, {}, {}],
+        [PROTOCOL_VERSION, "Ack", None],
+        [PROTOCOL_VERSION, "Ack", {**ONE, "generation": 0}],
+        [PROTOCOL_VERSION, "Ack", {**ONE, "more": 1}],
+        [PROTOCOL_VERSION, "Ack", {**ONE, "request_id": ""}],
+        [PROTOCOL_VERSION, "Ack", {**ONE, "attempt": msgpack.ExtType(5, b"x")}],
+        [PROTOCOL_VERSION, "Credit", {**ONE, "num_bytes": -1}],
+        [PROTOCOL_VERSION, "Credit", {**ONE, "num_bytes": 2**40 + 1}],
     ],
 )
 def test_anything_else_is_a_protocol_error(value: Any) -> None:
@@ -105,33 +108,45 @@ def test_anything_else_is_a_protocol_error(value: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [500, 1000, 1020, 8000])
-@pytest.mark.parametrize("prefix", [b"", b"\x93", b"\x93\x01", b"\x93\x01\xa3Ack"])
+@pytest.mark.parametrize("prefix", [b"", b"\x93", b"\x93" + VERSION, b"\x93" + VERSION + b"\xa3Ack"])
 def test_deep_nesting_is_only_a_protocol_error(depth: int, prefix: bytes) -> None:
-    tail = {b"": b"", b"\x93": b"\xa3Ack\x80", b"\x93\x01": b"\x80", b"\x93\x01\xa3Ack": b""}[prefix]
+    tail = {b"": b"", b"\x93": b"\xa3Ack\x80", b"\x93" + VERSION: b"\x80", b"\x93" + VERSION + b"\xa3Ack": b""}[prefix]
     with pytest.raises(ProtocolError):
         decode_header(prefix + b"\x91" * depth + b"\xc0" + tail, FROM_RECEIVER)
 
 
-def test_mutated_headers_are_read_or_refused_and_nothing_else() -> None:
-    rng = random.Random(21)
+def fuzzed_headers(count: int, seed: int) -> Iterator[bytes]:
+    rng = random.Random(seed)
     originals = [encode_header(sample) for sample in SAMPLES]
-    num_refused = 0
-    for _ in range(10_000):
-        header = bytearray(rng.choice(originals))
-        for _ in range(rng.randrange(1, 4)):
-            place = rng.randrange(len(header))
-            match rng.randrange(3):
-                case 0:
-                    header[place] ^= 1 << rng.randrange(8)
-                case 1:
-                    header.insert(place, rng.randrange(256))
-                case _:
-                    del header[place : place + 1 + rng.randrange(3)]
-        try:
-            assert type(decode_header(bytes(header), KINDS)) in KINDS.values()
-        except ProtocolError:
-            num_refused += 1
-    assert num_refused > 3000
+    trees = [msgpack.unpackb(header) for header in originals]
+    for _ in range(count):
+        number, how = rng.randrange(len(SAMPLES)), rng.random()
+        if how < 0.6:
+            yield damaged(rng, originals[number])
+        elif how < 0.9:
+            yield msgpack.packb(with_one_hostile(rng, trees[number])) or b""
+        else:
+            yield rng.randbytes(rng.randrange(200))
+
+
+@pytest.mark.parametrize(
+    "count", [100_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_fuzzed_headers_are_read_or_refused_and_nothing_else(count: int) -> None:
+    def read(header: bytes) -> None:
+        assert type(decode_header(header, KINDS)) in KINDS.values()
+
+    num_all, num_refused = count_refused(read, fuzzed_headers(count, seed=21), (ProtocolError,))
+    assert num_all == count
+    assert 0.3 * count < num_refused < count
+
+
+def test_headers_of_full_size_stay_small_and_quick() -> None:
+    fillings = [MAX_HEADER_BYTES * byte for byte in (b"\x80", b"\x90", b"\xc0", b"\x91", b"\xc1")]
+    arrays = [b"\xdc\x3f\xf0" + filling for filling in fillings]
+    claims = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdd\x00\x0f\x42\x40" * 400]
+    headers = [header[:MAX_HEADER_BYTES] for header in (*fillings, *arrays, *claims)]
+    assert_small(lambda header: decode_header(header, KINDS), headers, (ProtocolError,))
 
 
 def test_the_checksum_and_the_digest_notice_order_and_content() -> None:

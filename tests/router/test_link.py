@@ -210,7 +210,10 @@ def test_a_burst_of_messages_lets_clients_be_served_in_between(address: str) -> 
     [
         (b"completion-9/x", [b"\xc1"]),
         (b"completion-9/x", []),
-        (b"completion-9/x", [b"\x93\x01" + b"\x91" * 1000 + b"\xc0\x80"]),  # regression: RecursionError
+        (
+            b"completion-9/x",
+            [b"\x93" + bytes([PROTOCOL_VERSION]) + b"\x91" * 1000 + b"\xc0\x80"],
+        ),  # regression: RecursionError
         (b"completion-9/x", encode(Welcome(router_incarnation="x"))),  # what only a router says
         (b"no-incarnation", encode(Unknown(requests=()))),
         (b"\xff\xfe/x", encode(Unknown(requests=()))),

@@ -1,10 +1,12 @@
 """Every control message survives the wire, and nothing else passes for one."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 import pytest
+from fuzzing import assert_small, count_refused, damaged, with_one_hostile
 from hypothesis import given, settings, strategies as st
 from pydantic import ValidationError
 from twinpool.cluster.protocol.codec import (
@@ -133,6 +135,7 @@ SAMPLES: list[Message] = [
     ),
 ]
 KINDS = FROM_WORKER | FROM_ROUTER
+VERSION = bytes([PROTOCOL_VERSION])
 
 
 def body(name: Any, fields: Any, version: Any = PROTOCOL_VERSION) -> bytes:
@@ -223,7 +226,7 @@ GOOD = encode(SAMPLES[12])[0]
         [],
         [b""],
         [b"\xc1"],
-        [b"\x93\x01"],
+        [b"\x93" + VERSION],
         [body("Introduce", {}) + b"\x00"],
         [body("Introduce", {}), b"", b""],
         [body("Introduce", {}), b"\x00" * 4],  # takes no tokens
@@ -242,11 +245,11 @@ GOOD = encode(SAMPLES[12])[0]
         [body("Welcome", {"router_incarnation": "x" * 129})],
         [body("Welcome", {"router_incarnation": 5})],
         [body("Welcome", {"router_incarnation": b"\xff\xfe"})],
-        [b"\x93\x01\xa7Welcome\x81\xb2router_incarnation\xa2\xff\xfe"],  # text that is not UTF-8
+        [b"\x93" + VERSION + b"\xa7Welcome\x81\xb2router_incarnation\xa2\xff\xfe"],  # text that is not UTF-8
         [msgpack.packb({"version": 1})],
         [msgpack.packb(1)],
-        [msgpack.packb([1, "Introduce"])],
-        [msgpack.packb([1, "Introduce", {}, {}])],
+        [msgpack.packb([PROTOCOL_VERSION, "Introduce"])],
+        [msgpack.packb([PROTOCOL_VERSION, "Introduce", {}, {}])],
         [GOOD, b"\x00" * 5],
         [GOOD, b"\x05\x00\x00\x00\xff\xff\xff\xff"],  # a token below 0
         [GOOD, b"\x00" * (MAX_TOKEN_FRAME_BYTES + 4)],
@@ -276,7 +279,7 @@ def test_an_extension_does_not_pass_for_a_pair() -> None:
 
 def test_a_timestamp_is_no_name() -> None:
     """msgpack makes timestamps by itself, past our hook."""
-    packed = b"\x93\x01\xa7Welcome\x81\xb2router_incarnation\xd6\xff\x00\x00\x00\x01"
+    packed = b"\x93" + VERSION + b"\xa7Welcome\x81\xb2router_incarnation\xd6\xff\x00\x00\x00\x01"
     with pytest.raises(ProtocolError):
         decode([packed], FROM_ROUTER)
 
@@ -287,42 +290,54 @@ def test_a_timestamp_is_no_name() -> None:
 def test_deep_nesting_is_only_a_protocol_error(depth: int, opening: bytes, place: int) -> None:
     """Regression: a nested value where the name was due raised RecursionError into the router's loop."""
     nested = opening * depth + b"\xc0"
-    parts = [b"\x01", b"\xa5Hello", b"\x80" if place < 3 else b"\x81\xa3pid" + nested]
+    parts = [VERSION, b"\xa5Hello", b"\x80" if place < 3 else b"\x81\xa3pid" + nested]
     if place < 3:
         parts[place] = nested
     with pytest.raises(ProtocolError):
         decode([b"\x93" + b"".join(parts)], FROM_WORKER)
 
 
-def test_mutated_messages_are_read_or_refused_and_nothing_else() -> None:
-    """10,000 damaged messages: whatever is accepted is a valid message, everything else is a ProtocolError."""
-    rng = random.Random(20)
+def fuzzed_messages(count: int, seed: int) -> Iterator[list[bytes]]:
+    """Yield frames: damaged ones, ones with a value of another kind somewhere, and noise."""
+    rng = random.Random(seed)
     originals = [encode(sample) for sample in SAMPLES]
-    num_refused = 0
-    for _ in range(10_000):
-        frames = [bytearray(frame) for frame in rng.choice(originals)]
-        for _ in range(rng.randrange(1, 4)):
-            _damage(rng.choice(frames), rng)
-        try:
-            message = decode([bytes(frame) for frame in frames], KINDS)
-        except ProtocolError:
-            num_refused += 1
+    trees = [msgpack.unpackb(frames[0], strict_map_key=False) for frames in originals]
+    for _ in range(count):
+        number, how = rng.randrange(len(SAMPLES)), rng.random()
+        frames = list(originals[number])
+        if how < 0.6:
+            place = rng.randrange(len(frames))
+            frames[place] = damaged(rng, frames[place])
+        elif how < 0.9:
+            frames[0] = msgpack.packb(with_one_hostile(rng, trees[number]))
         else:
-            assert type(message) in KINDS.values()
-    assert num_refused > 3000
+            frames = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(4))]
+        yield frames
 
 
-def _damage(frame: bytearray, rng: random.Random) -> None:
-    place = rng.randrange(len(frame) + 1)
-    match rng.randrange(4):
-        case 0:
-            frame.insert(place, rng.randrange(256))
-        case 1 if frame:
-            frame[min(place, len(frame) - 1)] ^= 1 << rng.randrange(8)
-        case 2:
-            del frame[place:]
-        case _:
-            frame[place:place] = rng.randbytes(rng.randrange(6))
+@pytest.mark.parametrize(
+    "count", [100_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_fuzzed_messages_are_read_or_refused_and_nothing_else(count: int) -> None:
+    """Whatever is accepted is a valid message, everything else is a ProtocolError, and nothing takes long."""
+
+    def read(frames: list[bytes]) -> None:
+        assert type(decode(frames, KINDS)) in KINDS.values()
+
+    num_all, num_refused = count_refused(read, fuzzed_messages(count, seed=20), (ProtocolError,))
+    assert num_all == count
+    assert 0.3 * count < num_refused < count
+
+
+def test_bodies_of_full_size_stay_small_and_quick() -> None:
+    """As many empty maps, lists and nested headers as the limit lets in: what msgpack makes most of."""
+    fill = MAX_BODY_BYTES - 16
+    heads = [b"\x93" + VERSION + b"\xa5Renew", b""]
+    fillings = [b"\x80" * fill, b"\x90" * fill, b"\xc0" * fill, b"\xa1x" * (fill // 2), b"\x81\xa1k" * (fill // 3)]
+    arrays = [b"\xdc" + fill.to_bytes(2, "big") + filling for filling in fillings]
+    claims = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdd\x00\x0f\x42\x40" * 400]
+    bodies = [head + value for head in heads for value in (*fillings, *arrays, *claims)]
+    assert_small(lambda body: decode([body[:MAX_BODY_BYTES]], KINDS), bodies, (ProtocolError,))
 
 
 @given(data=st.binary(max_size=200))

@@ -15,7 +15,7 @@ from ..generation import GenerationRequest
 from .field_types import Prompt
 from .requests import ChatBody, CompletionBody, StreamOptions
 from .structured import GrammarCheck, Structured
-from .tokenizer import ChatTokenizer
+from .tokenizer import ChatTokenizer, TokenLimit
 from .tool_calls import ExpectedCalls
 from .tools import ToolChoice, expect_calls
 
@@ -81,7 +81,8 @@ async def prepare_chat(body: ChatBody, model: ServedModel, request_id: str) -> J
     """Render and tokenise the messages; raises InvalidRequestError."""
     calls, structure = _expect_calls(body, model)
     grammar = await _checked(structure, model)
-    ids = await in_thread_if_long(body.num_characters, lambda: model.tokenizer.encode_chat(body.chat_prompt))
+    limit = _limit(model, "messages")
+    ids = await in_thread_if_long(body.num_characters, lambda: model.tokenizer.encode_chat(body.chat_prompt, limit))
     is_continued = body.echo and body.continue_final_message
     prompt = PromptTokens(tuple(ids), body.messages[-1].content if is_continued else "")
     return replace(_job(body, [prompt], model, request_id, grammar), calls=calls)
@@ -104,7 +105,7 @@ async def prepare_completion(body: CompletionBody, model: ServedModel, request_i
     num_characters = sum(map(len, body.prompt))
 
     def encode() -> list[PromptTokens]:
-        return [_encode_prompt(body, prompt, model.tokenizer) for prompt in body.prompt]
+        return [_encode_prompt(body, prompt, model) for prompt in body.prompt]
 
     grammar = await _checked(body.structure, model)
     return _job(body, await in_thread_if_long(num_characters, encode), model, request_id, grammar)
@@ -117,14 +118,19 @@ async def _checked(asked: Structured | None, model: ServedModel) -> Grammar | No
     return asked.grammar
 
 
-def _encode_prompt(body: CompletionBody, prompt: Prompt, tokenizer: ChatTokenizer) -> PromptTokens:
+def _encode_prompt(body: CompletionBody, prompt: Prompt, model: ServedModel) -> PromptTokens:
+    tokenizer = model.tokenizer
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, body.add_special_tokens)
+        ids = tokenizer.encode(prompt, body.add_special_tokens, _limit(model, "prompt"))
         return PromptTokens(tuple(ids), prompt if body.echo else "", len(prompt))
     check_ids("prompt", prompt, tokenizer.vocab_size)
     needs_text = body.echo or body.logprobs is not None
     text = tokenizer.decode(prompt) if needs_text else ""
     return PromptTokens(prompt, text if body.echo else "", len(text))
+
+
+def _limit(model: ServedModel, param: str) -> TokenLimit | None:
+    return None if model.context_length is None else TokenLimit(model.context_length, param)
 
 
 async def in_thread_if_long(num_characters: int, work: Callable[[], T]) -> T:

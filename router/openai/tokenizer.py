@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from ...cluster.protocol.errors import ConfigError, InvalidRequestError
 from ...engine.grammar import Grammars
 from .chat_template import SPECIAL_TOKEN_NAMES, ChatPrompt, ChatTemplate, find_chat_template
+from .token_bounds import bound_of
 from .tool_calls import ToolFormat, find_tool_format
 
 
@@ -25,6 +26,14 @@ class ChatSettings:
     chat_template: Path | None = None
     tool_format: ToolFormat | None = None  # None: what the template's text suggests
     knows_grammars: bool = True
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """What a prompt must not exceed, and the parameter it came in."""
+
+    num_tokens: int
+    param: str
 
 
 class ChatTokenizer:
@@ -50,6 +59,7 @@ class ChatTokenizer:
         self._special_ids = frozenset(id for id, added in tokenizer.get_added_tokens_decoder().items() if added.special)
         self._is_byte_level = _is_byte_level(tokenizer)
         self._byte_of_character = _byte_of_character()
+        self._bound = bound_of(tokenizer, self._byte_of_character) if self._is_byte_level else None
         prefix = list(tokenizer.encode("", add_special_tokens=True).ids)
         self._bos_id = prefix[0] if prefix and prefix[0] in self._special_ids else None
         self.eos_ids = eos_ids
@@ -88,19 +98,24 @@ class ChatTokenizer:
             settings.tool_format or find_tool_format(source or ""),
         )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a plain prompt, with one BOS where the tokenizer has one."""
+    def encode(self, text: str, add_special_tokens: bool = True, limit: TokenLimit | None = None) -> list[int]:
+        """Return the ids of a plain prompt, with one BOS where the tokenizer has one.
+
+        Raises InvalidRequestError, without having tokenised it, when the text must have more tokens than `limit`.
+        """
+        if limit is not None:
+            self._check_length(text, limit)
         # The batch call, unlike `encode`, lets other threads run meanwhile, and this one computes no offsets.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
             return ids[1:]
         return ids
 
-    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+    def encode_chat(self, prompt: ChatPrompt, limit: TokenLimit | None = None) -> list[int]:
         """Return the ids of the rendered messages; the template writes the BOS, so none is added here."""
         if self._template is None:
             raise InvalidRequestError("This model has no chat template; use /v1/completions.", param="messages")
-        return self.encode(self._template.render(prompt), add_special_tokens=False)
+        return self.encode(self._template.render(prompt), add_special_tokens=False, limit=limit)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that the token stands for, maybe a part of a character; of a special token its name."""
@@ -119,6 +134,16 @@ class ChatTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a prompt given as ids, special tokens included."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def _check_length(self, text: str, limit: TokenLimit) -> None:
+        fewest = 0 if self._bound is None else self._bound.fewest_tokens(text)
+        if fewest > limit.num_tokens:
+            raise InvalidRequestError(
+                f"This model's context is {limit.num_tokens} tokens, for prompt and output together; "
+                f"the prompt has {len(text)} characters, which are at least {fewest} tokens.",
+                param=limit.param,
+                code="context_length_exceeded",
+            )
 
     def _find_bytes(self, token: int) -> bytes:
         name: str | None = self._tokenizer.id_to_token(token)

@@ -118,6 +118,26 @@ def test_deep_json_is_refused(call: Any, backend: Any, name: str, opening: str) 
     assert backend.requests == []
 
 
+@pytest.mark.parametrize("character", ["x", "\n", "é", "ab c"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_prompt_of_ten_megabytes_is_refused_before_it_is_tokenised(
+    call: Any, backend: Any, path: str, character: str
+) -> None:
+    """Regression: it was tokenised first, which takes five seconds; 32 MB are allowed, and many may come at once."""
+    text = character * (10_000_000 // len(character.encode()))
+    fields: Json = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    took_s: list[float] = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        response = call("POST", path, json=fields)
+        took_s.append(time.perf_counter() - began_s)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert (error["param"], "at least" in error["message"]) == (next(iter(fields)), True)
+    assert min(took_s) < 0.5
+    assert backend.requests == []
+
+
 def test_a_compressed_body_is_not_unpacked(call: Any, backend: Any) -> None:
     """A hundred megabytes in a hundred kilobytes: the bytes that came are no JSON, and nobody inflates them."""
     bomb = gzip.compress(b'{"prompt": "' + b"x" * 100_000_000 + b'"}', compresslevel=1)

@@ -39,8 +39,15 @@ def log_ended(record: JobRecord, caller: str) -> None:
         context.trace_id if (context := parse_traceparent(record.traceparent)) else "",
     )
     fields = dict(vars(ended))
-    shown = " ".join(f"{name}={value}" for name, value in fields.items() if name != "request_id" and value != "")
+    shown = " ".join(
+        f"{name}={_plain(value)}" for name, value in fields.items() if name != "request_id" and value != ""
+    )
     log.info("request %s: %s", record.request_id, shown, extra=fields)
+
+
+def _plain(value: object) -> str:
+    """Return a value as it may stand in a line: without keys a caller's name is the client's own word."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
 
 
 def log_refused(request_id: str, status: int, code: str, caller: str) -> None:

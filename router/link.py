@@ -38,6 +38,8 @@ class RouterLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A worker that connects again before we have noticed its old connection's end would else be heard no more.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.SNDHWM, 10000)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)

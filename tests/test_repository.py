@@ -53,6 +53,22 @@ IMPURE = {
     *("httpx", "ray", "torch", "transformers", "zmq"),
 }
 
+WALL_CLOCKS = {
+    *("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime", "time.strftime", "time.asctime"),
+    *("datetime.datetime.now", "datetime.datetime.utcnow", "datetime.datetime.today", "datetime.date.today"),
+}
+SHOWS_THE_TIME = {
+    "cluster/commands/calibrate.py": "when a profile was measured",
+    "cluster/launch/child.py": "when a process ended, in its log and in the status",
+    "cluster/launch/launcher.py": "since when a cluster runs",
+    "cluster/launch/pools.py": "how long ago something happened",
+    "cluster/launch/processes.py": "when a supervisor died",
+    "router/model_routes.py": "the field `created`",
+    "router/openai/chat_template.py": "today's date, where a template asks for it",
+    "router/openai/formats.py": "the field `created`",
+    "router/otlp.py": "when a span began",
+}
+
 LINKS_AND_CHANNELS = r"router/link\.py|cluster/protocol/link\.py|kvtransfer/\w*channel\w*\.py"
 MAY_OPEN = {
     "zmq context": re.compile(LINKS_AND_CHANNELS + r"|(prefill|decode)_worker/worker\.py"),  # one a process, shared
@@ -135,6 +151,23 @@ def code_running_calls(source: str) -> list[int]:
     return lines
 
 
+def wall_clock_calls(source: str) -> list[int]:
+    """Return the lines in which the wall clock is read, or handed on as a clock."""
+    tree = ast.parse(source)
+    full: dict[str, str] = {}  # name in this module → what was imported under it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            full.update({alias.asname or alias.name: prefix + alias.name for alias in node.names})
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, _, rest = ast.unparse(node).partition(".")
+            if f"{full.get(first, '')}.{rest}".strip(".") in WALL_CLOCKS:
+                lines.add(node.lineno)
+    return sorted(lines)
+
+
 def test_every_folder_with_python_files_is_a_listed_package() -> None:
     """A folder missing from `packages` works in the editable install and is absent from the wheel."""
     folders = {Path()}
@@ -171,6 +204,34 @@ def test_sockets_are_opened_only_in_the_links_and_channels() -> None:
             if not MAY_OPEN[kind].fullmatch(file.as_posix()):
                 wrong.append(f"{file}:{line} opens a {kind}")
     assert wrong == []
+
+
+def test_the_wall_clock_is_only_shown() -> None:
+    """What decides, waits or measures takes the monotonic clock; only what people or other programs read has a date."""
+    read = {file.as_posix(): wall_clock_calls((ROOT / file).read_text()) for file in package_files()}
+    assert {file for file, lines in read.items() if lines} == SHOWS_THE_TIME.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import time\ntime.time()", 2),
+        ("from time import time_ns\nx = time_ns() / 1e9", 2),
+        ("import datetime\n\ndatetime.datetime.now(datetime.UTC)", 3),
+        ("from datetime import datetime\ndatetime.now()", 2),
+        ("from datetime import date\ndate.today()", 2),
+        ("import time\nwait(clock=time.time)", 2),
+        ("import time as t\nt.time()", 2),
+    ],
+)
+def test_the_clock_rule_sees_the_wall_clock(source: str, line: int) -> None:
+    assert wall_clock_calls(source) == [line]
+
+
+def test_the_clock_rule_lets_other_clocks_pass() -> None:
+    assert (
+        wall_clock_calls("import time\ntime.monotonic()\ntime.sleep(1)\nrecord.time()\ndatetime.fromtimestamp(x)") == []
+    )
 
 
 def test_no_shipped_module_can_run_code_found_in_data() -> None:

@@ -148,7 +148,9 @@ class RogueRouter:
 def alone(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[tuple[LiveCluster, RogueRouter]]:
     """A worker of each kind, and nobody between them and us."""
     pool = {"engine": {"kind": request.param, **ENGINE}}
-    cluster = LiveCluster(tiny_llama, {"prompt": pool, "completion": pool, "liveness": {"lease_s": 0.5, "renew_s": 0.2}})
+    cluster = LiveCluster(
+        tiny_llama, {"prompt": pool, "completion": pool, "liveness": {"lease_s": 0.5, "renew_s": 0.2}}
+    )
     rogue = RogueRouter(cluster)
     try:
         for name in ("prompt-0", "completion-0"):

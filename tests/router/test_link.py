@@ -255,6 +255,28 @@ def test_a_message_larger_than_agreed_is_not_taken(address: str) -> None:
     with_links(address, talk)
 
 
+def test_a_worker_that_connects_again_is_heard_although_its_old_connection_is_there(address: str) -> None:
+    """Regression: after a router had stood still for 5 s no worker was heard any more, and none came back.
+
+    Workers give up a silent connection and make a new one, which the router sees before the end of the old.
+    """
+
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as old, context.socket(zmq.DEALER) as new:
+            for number, socket in enumerate((old, new)):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.IDENTITY, b"completion-7/x")
+                socket.connect(address)
+                said = Unknown(requests=((f"connection-{number}", 1),))
+                socket.send_multipart(encode(said))
+                assert await receive(router, Unknown) == (WorkerId("completion-7", "x"), said)
+            router.link.send(WorkerId("completion-7", "x"), Introduce())
+            assert await asyncio.to_thread(new.poll, 10_000)
+            assert decode(new.recv_multipart(), FROM_ROUTER) == Introduce()
+
+    with_links(address, talk)
+
+
 def test_a_message_to_nobody_is_no_error(address: str) -> None:
     async def talk(router: Inbox, worker: WorkerLink) -> None:
         router.link.send(WorkerId("nobody", "x"), Introduce())

@@ -2,21 +2,24 @@
 
 import json
 import random
+import re
 import socket
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from live_cluster import LiveCluster, events_in, is_idle, open_stream, read_events, wait_until
+from live_cluster import LiveCluster, events_in, is_idle, open_stream, open_things, read_events, wait_until
 from twinpool.engine.fake import expected_tokens
 
 VOCAB_SIZE = 260
 NUM_BLOCKS, BLOCK_SIZE = 64, 32
 FIELDS: dict[str, Any] = {"ignore_eos": True, "seed": 1, "stream": True, "return_token_ids": True}
+QUICK = {"heartbeat_s": 0.05}  # so that the router's view of its workers is that old at most
 LONG_PROMPT = [7] * 4000  # 250 chunks of the slow PROMPT worker: it would compute for 50 s
 
 
@@ -27,7 +30,8 @@ def pool(**engine: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def cluster(tiny_llama: Path) -> Iterator[LiveCluster]:
     """One fake worker a pool."""
-    with LiveCluster(tiny_llama, {"prompt": pool(), "completion": pool(fake_seconds_per_row=0.0005)}) as cluster:
+    completion = pool(fake_seconds_per_row=0.0005)
+    with LiveCluster(tiny_llama, {"prompt": pool(), "completion": completion, "liveness": QUICK}) as cluster:
         yield cluster
 
 
@@ -38,7 +42,7 @@ def slow_prefill(tiny_llama: Path) -> Iterator[LiveCluster]:
         "prompt": pool(num_blocks=256, max_num_batched_tokens=16, fake_seconds_per_row=0.2),
         "completion": pool(num_blocks=256, fake_seconds_per_row=0.02),
         "router": {"keep_alive_s": 0.1, "no_worker_grace_s": 0.5},
-        "liveness": {"heartbeat_s": 0.2, "suspect_after_s": 1.0, "gone_after_s": 1.5},
+        "liveness": {"heartbeat_s": 0.05, "suspect_after_s": 1.0, "gone_after_s": 1.5},
     }
     with LiveCluster(tiny_llama, spec) as cluster:
         yield cluster
@@ -81,12 +85,18 @@ def leave_at_random(cluster: LiveCluster, number: int) -> None:
         time.sleep(random.Random(number).uniform(0.0, 0.2))
 
 
-@pytest.mark.parametrize("leave", [leave_at_the_hand_off, leave_at_random])
-@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("leave", "count"),
+    [
+        (leave_at_the_hand_off, 24),
+        pytest.param(leave_at_the_hand_off, 500, marks=pytest.mark.slow),
+        (leave_at_random, 500),
+    ],
+)
 def test_clients_that_leave_cost_no_capacity_and_disturb_nobody(cluster: LiveCluster, leave: Any, count: int) -> None:
     """Others are answered right meanwhile, and afterwards every block is there."""
     prompt = list(range(4, 50))
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(32) as threads:
         leaving = [threads.submit(leave, cluster, number) for number in range(count)]
         chunks = list(cluster.stream(prompt, max_tokens=100, **{k: v for k, v in FIELDS.items() if k != "stream"}))
         for future in leaving:
@@ -95,6 +105,64 @@ def test_clients_that_leave_cost_no_capacity_and_disturb_nobody(cluster: LiveClu
     assert token_ids == expected_tokens(prompt, 100, VOCAB_SIZE, seed=1)
     cluster.wait_idle()
     check_capacity(cluster)
+
+
+def stops_after_s(cluster: LiveCluster, leave: Callable[[], None]) -> float:
+    """Let a client leave; return the time from when the router knows to when no worker has anything of it."""
+    wait_until(lambda: cluster.status()["running"] == 1 and not has_stopped(cluster), 20, "a worker that computes")
+    leave()
+    wait_until(lambda: cluster.status()["running"] == 0, 10, "the departure noticed")
+    noticed_s = time.monotonic()
+    wait_until(lambda: has_stopped(cluster), 10, "the work stopped")
+    return time.monotonic() - noticed_s
+
+
+@pytest.mark.parametrize(("prompt", "step_s"), [(LONG_PROMPT, 0.2), ([5, 6, 7], 0.02)], ids=["prefill", "decode"])
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_work_stops_within_a_step_of_a_departure(
+    slow_prefill: LiveCluster, prompt: list[int], step_s: float, count: int
+) -> None:
+    """200 ms and the step that runs, as the heartbeats tell it: at best; and not much more when the machine is busy."""
+    took_s: list[float] = []
+    for number in range(count):
+        with send(slow_prefill, [4 + number, *prompt], 90) as connection:
+            took_s.append(stops_after_s(slow_prefill, connection.close))
+    assert min(took_s) <= 0.2 + step_s
+    assert statistics.median(took_s) <= 1.0
+
+
+@pytest.mark.parametrize("num_rounds", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_two_hundred_clients_that_leave_at_once_leave_nothing(cluster: LiveCluster, num_rounds: int) -> None:
+    """Some run, most wait: no block, thread, descriptor or queue entry stays; the next request is served."""
+    check_capacity(cluster)
+    cluster.wait_idle()
+    num_done = completed_and_not(cluster)  # starts a thread of the router, as the first metrics page does
+    before = open_things(cluster)
+    for _ in range(num_rounds):
+        connections = [send(cluster, [4 + number % 250] * 100, 500) for number in range(200)]
+        wait_until(lambda: waits_or_runs(cluster) == 200, 30, "all requests there")
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: waits_or_runs(cluster) == 0, 30, "all requests gone")
+        assert cluster.complete([5, 6, 7], max_tokens=5)["choices"]
+    cluster.wait_idle()
+    assert completed_and_not(cluster) - num_done == 201 * num_rounds, "each request has one end in the metrics"
+    check_capacity(cluster)
+    for name, (threads, descriptors, children) in open_things(cluster).items():
+        assert threads <= before[name][0], name
+        assert descriptors <= before[name][1] + 2, name
+        assert children == 0, name
+
+
+def waits_or_runs(cluster: LiveCluster) -> int:
+    status = cluster.status()
+    return status["queued"] + status["running"]
+
+
+def completed_and_not(cluster: LiveCluster) -> int:
+    """Return how many requests have ended in any way, by the router's own count."""
+    page = cluster.client.get("/metrics").text
+    return sum(float(value) for value in re.findall(r"^twinpool_requests_total{.*} (\S+)$", page, re.MULTILINE))
 
 
 def test_a_client_that_leaves_during_prefill_stops_it(slow_prefill: LiveCluster) -> None:

@@ -1,14 +1,18 @@
 """Real processes with fake engines, asked for more than they can do: quick refusals, and then all is well again."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from live_cluster import LiveCluster, wait_until
+from twinpool.engine.fake import expected_tokens
 
 ENGINE: dict[str, Any] = {"kind": "fake", "block_size": 8, "num_blocks": 512, "max_model_len": 512}
 PROMPT = list(range(100, 164))
@@ -47,6 +51,34 @@ def test_a_burst_of_eight_times_what_fits_is_refused_and_then_served_again(slow_
     assert states == {"prompt-0": "alive", "completion-0": "alive"}
     slow_cluster.wait_idle()
     assert slow_cluster.complete(PROMPT, max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+
+
+def test_three_times_what_the_pool_holds_goes_through_without_a_standstill(tiny_llama: Path) -> None:
+    """200 requests, each of seven blocks at its end, as many at once as want three times the 48 there are.
+
+    Sequences lose their blocks and are resumed; all are answered, rightly, and tokens come in every five seconds.
+    """
+    engine = {"kind": "fake", "block_size": 16, "num_blocks": 48, "fake_seconds_per_row": 0.0003}
+    num_at_once, num_tokens = 3 * 48 // 7, 32
+    arrivals_s: list[float] = []
+
+    def ask(number: int) -> None:
+        prompt = [(number + i) % 250 + 4 for i in range(75)]
+        fields = {"max_tokens": num_tokens, "ignore_eos": True, "seed": number, "return_token_ids": True}
+        tokens: list[int] = []
+        for chunk in cluster.stream(prompt, **fields):
+            arrivals_s.append(time.monotonic())
+            tokens += chunk["choices"][0]["token_ids"]
+        assert tokens == expected_tokens(prompt, num_tokens, 260, seed=number)
+
+    with LiveCluster(tiny_llama, {"prompt": {"engine": engine}, "completion": {"engine": engine}}) as cluster:
+        began_s = time.monotonic()
+        with ThreadPoolExecutor(num_at_once) as threads:
+            for future in [threads.submit(ask, number) for number in range(200)]:
+                future.result(timeout=100)
+        assert cluster.status()["counts"]["num_preemptions"] > 0, "the pool was never short of blocks"
+    times_s = sorted(arrivals_s)
+    assert max(later - earlier for earlier, later in pairwise([began_s, *times_s])) < 5.0
 
 
 def test_a_full_queue_makes_room_for_another_caller(slow_cluster: LiveCluster) -> None:

@@ -1,6 +1,5 @@
 """Many streams, clients that leave at random: no error, no hang, and afterwards everything is as before."""
 
-import os
 import random
 import threading
 import time
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_cluster import LiveCluster
+from live_cluster import LiveCluster, open_things
 from twinpool.engine.fake import expected_tokens
 
 VOCAB_SIZE = 260
@@ -70,16 +69,6 @@ def cluster(tiny_llama: Path) -> Iterator[LiveCluster]:
     fake = {"num_workers": 2, "engine": {"kind": "fake", "num_blocks": 160}}
     with LiveCluster(tiny_llama, {"prompt": fake, "completion": fake}) as cluster:
         yield cluster
-
-
-def open_things(cluster: LiveCluster) -> dict[str, tuple[int, int, int]]:
-    """Return (threads, file descriptors, children) of every process."""
-    found = {}
-    for name, process in cluster.processes.items():
-        proc = Path("/proc") / str(process.pid)
-        children = (proc / "task" / str(process.pid) / "children").read_text().split()
-        found[name] = (len(os.listdir(proc / "task")), len(os.listdir(proc / "fd")), len(children))
-    return found
 
 
 def soak(cluster: LiveCluster, duration_s: float, has_oracle: bool = True) -> None:

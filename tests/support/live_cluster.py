@@ -201,6 +201,16 @@ def events_in(data: bytes) -> list[bytes]:
     return [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: ")]
 
 
+def open_things(cluster: LiveCluster) -> dict[str, tuple[int, int, int]]:
+    """Return (threads, file descriptors, children) of every process."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for name, process in cluster.processes.items():
+        proc = Path("/proc") / str(process.pid)
+        children = (proc / "task" / str(process.pid) / "children").read_text().split()
+        found[name] = (len(os.listdir(proc / "task")), len(os.listdir(proc / "fd")), len(children))
+    return found
+
+
 def is_idle(status: dict[str, Any]) -> bool:
     loads = [worker["load"] for worker in status["workers"]]
     at_rest = all(

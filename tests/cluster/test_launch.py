@@ -185,6 +185,7 @@ def test_a_worker_that_cannot_live_fails_with_the_reason(
     cluster_user: User, code: str, reason: str, num_lives: int
 ) -> None:
     """A crash loop is given up; a refusal is final at once. The rest of the cluster goes on."""
+    others = {row["name"]: (row["state"], row["pid"]) for row in cluster_user.status()["processes"]}
     run_folder = Path(cluster_user.status()["socket_folder"])
     log = cluster_user.cache / "runs" / "twinpool" / "logs" / "prompt-1.log"
     log.unlink(missing_ok=True)
@@ -195,6 +196,8 @@ def test_a_worker_that_cannot_live_fails_with_the_reason(
     row = cluster_user.row("prompt-1")
     assert (row["state"], row["reason"], row["num_restarts"]) == ("failed", reason, num_lives - 1)
     assert log.read_text().count("prompt-1 threads") == num_lives
+    after = {row["name"]: (row["state"], row["pid"]) for row in cluster_user.status()["processes"]}
+    assert {name: after[name] for name in others} == others
     (run_folder / "prompt-1.exit").unlink()
     assert cluster_user.run("scale", "--prompt-workers", "1").returncode == 0
 

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from live_cluster import wait_until
+from twinpool.cluster.launch.control import ask
+from twinpool.cluster.launch.run_state import RunState
 
 TWINPOOL = Path(sys.executable).with_name("twinpool")
 SPEC = """
@@ -44,6 +46,13 @@ class Launched:
 
     def process(self, name: str) -> dict[str, Any]:
         status = json.loads(self.run("status", "--name", "launched", "--json"))
+        return next(process for process in status["processes"] if process["name"] == name)
+
+    def seen_now(self, name: str) -> dict[str, Any]:
+        """Ask the launcher itself, without the second that a new process takes."""
+        folder = Path(self.environment["TWINPOOL_CACHE"]) / "runs" / "launched"
+        state = RunState.model_validate_json((folder / "state.json").read_bytes())
+        status = ask(state.control_socket, "status", 10.0)
         return next(process for process in status["processes"] if process["name"] == name)
 
 
@@ -96,3 +105,34 @@ def test_a_killed_worker_is_restarted_and_the_stream_goes_on(launched: Launched)
         wait_until(is_whole, 15 - (time.monotonic() - killed_s), "the pool whole again")
     assert "SIGKILL" in launched.run("status", "--name", "launched")
     assert wrong_checks(launched) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_dies_at_each_start_is_given_up_and_the_others_serve(launched: Launched) -> None:
+    """Killed as soon as it runs, five times within 30 s: then it counts as failed, and requests never noticed."""
+    fields = {"model": "tiny", "prompt": "a river", "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    others = {name: launched.seen_now(name)["pid"] for name in ("prompt-0", "prompt-1", "completion-0", "router")}
+    killed: set[int] = set()
+
+    def is_given_up() -> bool:
+        row = launched.seen_now("completion-1")
+        if row["state"] == "failed":
+            return True
+        if row["pid"] is not None and row["pid"] not in killed:
+            os.kill(row["pid"], signal.SIGKILL)
+            killed.add(row["pid"])
+        answer = client.post("/v1/completions", json={**fields, "max_tokens": 30})
+        assert answer.json()["choices"][0]["token_ids"] == right
+        return False
+
+    with httpx.Client(base_url=launched.endpoint, timeout=60.0) as client:
+        right = client.post("/v1/completions", json={**fields, "max_tokens": 30}).json()["choices"][0]["token_ids"]
+        began_s = time.monotonic()
+        wait_until(is_given_up, 90, "the worker given up")
+        took_s = time.monotonic() - began_s
+    row = launched.seen_now("completion-1")
+    assert (row["reason"], row["num_restarts"]) == ("died too often, last: killed by SIGKILL", 4)
+    assert len(killed) == 5
+    assert took_s < 60
+    assert {name: launched.seen_now(name)["pid"] for name in others} == others

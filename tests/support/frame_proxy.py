@@ -43,6 +43,7 @@ class Direction:
         self.faults = Faults()
         self.counts: Counter[str] = Counter()  # dropped, duplicated, reordered, flipped, truncated, passed
         self.is_stalled = False
+        self.watch: Callable[[Message], None] = lambda _: None  # sees what passes, right before it is written
         self._random = random.Random(seed)
 
     def disturb(self, message: Message) -> list[Message]:
@@ -260,7 +261,9 @@ class _Pump:
     async def _pass_on(self, unit: Unit) -> None:
         self._num_held_bytes -= len(unit.data)
         self._changed.set()
-        self._direction.counts["passed"] += isinstance(unit, Message)
+        if isinstance(unit, Message):
+            self._direction.counts["passed"] += 1
+            self._direction.watch(unit)
         self._writer.write(unit.data)
         await self._writer.drain()
 

@@ -38,7 +38,7 @@ class LiveCluster:
     def __init__(self, model_folder: Path, spec: dict[str, Any]) -> None:
         self.model_folder = model_folder
         self.folder = Path(tempfile.mkdtemp(prefix="twinpool-"))  # short: it holds ipc sockets
-        port = _free_port()
+        port = free_port()
         self.spec = ClusterSpec.model_validate({**spec, "router": {**spec.get("router", {}), "port": port}})
         (self.folder / "spec.json").write_text(self.spec.model_dump_json())
         self.url = f"http://127.0.0.1:{port}"
@@ -73,16 +73,21 @@ class LiveCluster:
             codes = self.close()
         assert kind is not None or set(codes.values()) == {0}, f"exit codes {codes}"
 
-    def start(self, name: str) -> None:
-        module = MODULES[name.split("-")[0]]
-        arguments = [
+    def program(self, name: str) -> list[str]:
+        """Return what python is told to run as `name`."""
+        return ["-m", f"twinpool.{MODULES[name.split('-')[0]]}"]
+
+    def arguments(self, name: str) -> list[str]:
+        return [
             *("--spec", str(self.folder / "spec.json"), "--model-folder", str(self.model_folder)),
             *("--control", f"ipc://{self.folder}/control.sock", "--run-folder", str(self.folder), "--name", name),
             *(("--admin-socket", str(self.folder / "admin.sock")) if name == "router" else ()),
         ]
+
+    def start(self, name: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", f"twinpool.{module}", *arguments]
+            command = [sys.executable, *self.program(name), *self.arguments(name)]
             self.processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=self.folder
             )
@@ -231,7 +236,7 @@ def _reap(process: subprocess.Popen[bytes]) -> int:
         return -signal.SIGKILL
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

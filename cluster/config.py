@@ -40,6 +40,9 @@ class EngineSpec(Section):
     fake_seconds_per_row: float = Field(
         default=0.002, ge=0, le=60, description="what a fake engine takes for each row of a step"
     )
+    poison_freed_blocks: bool = Field(
+        default=False, description="debugging aid: overwrite KV blocks that are freed, so that reading one shows"
+    )
 
 
 class PoolSpec(Section):

@@ -45,6 +45,8 @@ class CompletionWorker:
             ),
             engine.layout,
         )
+        if spec.completion.engine.poison_freed_blocks:
+            self._core.pool.on_freed = engine.poison
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ipc_path = arguments.run_folder / f"{arguments.name}-{os.getpid()}.kv"
         opener = ChannelOpener(spec.transfer, spec.liveness, engine.device_name, end_stuck_process)

@@ -5,6 +5,7 @@ byte sent under an old one can be told apart (I2). Low ids go first: neighbours 
 """
 
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_freed: Callable[[Sequence[int]], None] | None = None  # is told of blocks that nobody owns any more
         self._free = list(range(num_blocks))  # a heap
         self._holdings: dict[Owner, Holding] = {}
         self._last_generation = 0
@@ -78,8 +80,12 @@ class BlockPool:
     def release(self, owner: Owner) -> None:
         """Take back everything `owner` holds; an owner that holds nothing is fine, so every exit may call this."""
         holding = self._holdings.pop(owner, None)
-        for block in holding.blocks if holding else ():
+        if holding is None:
+            return
+        for block in holding.blocks:
             heapq.heappush(self._free, block)
+        if self.on_freed is not None:
+            self.on_freed(holding.blocks)
 
     def check(self) -> None:
         """Assert I1: every block is free or held by exactly one owner."""

@@ -18,6 +18,7 @@ from .sequence import LayerWritten, ScheduledRow, Sequence, StepOutput
 
 FAKE_LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, dtype="float32")
 ROW_BYTES = 16
+POISON_BYTE = 0xA5
 
 
 class FakeEngine:
@@ -99,6 +100,10 @@ class FakeEngine:
         slots = self._slots(block_table, tokens)
         shape = (len(layers), 2, len(tokens), ROW_BYTES)
         self._rows[layers.start : layers.stop, :, slots] = np.frombuffer(payload, dtype=np.uint8).reshape(shape)
+
+    def poison(self, blocks: AnySequence[int]) -> None:
+        slots = self._slots(blocks, range(len(blocks) * self._block_size))
+        self._rows[:, :, slots] = POISON_BYTE
 
     def _slots(self, block_table: AnySequence[int], tokens: range) -> NDArray[np.int64]:
         """Return `[len(tokens)]`: where each of the tokens lies."""

@@ -16,6 +16,7 @@ from ..kernels.kv_rows import gather_kv, key_row_ids, scatter_kv
 from ..kvtransfer.layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+POISON = 77.0  # finite: masked rows are read, and what they hold times a weight of 0 must be 0
 
 
 class KVCache:
@@ -51,6 +52,13 @@ class KVCache:
         row_ids = self._row_ids(block_table, tokens)
         for layer, layer_rows in zip(layers, rows.to(row_ids.device), strict=True):
             scatter_kv(self.layers[layer], row_ids, layer_rows)
+
+    @torch.inference_mode()
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Overwrite whole blocks in every layer."""
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.layers[0].device)
+        for layer in self.layers:
+            layer.index_fill_(0, ids, POISON)
 
     def _wire_shape(self, layers: range, tokens: range) -> tuple[int, int, int, int]:
         return (len(layers), 2, len(tokens), self.layout.num_kv_heads * self.layout.head_dim)

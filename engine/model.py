@@ -102,6 +102,9 @@ class ModelEngine:
     def scatter(self, block_table: AnySequence[int], layers: range, tokens: range, payload: memoryview) -> None:
         self.cache.scatter(block_table, layers, tokens, payload)
 
+    def poison(self, blocks: AnySequence[int]) -> None:
+        self.cache.poison(blocks)
+
 
 def _scores(logits: torch.Tensor, rows: AnySequence[ScheduledRow]) -> list[list[SampledToken]]:
     """Return the scores of each row's tokens, of which `logits` `[scored tokens, vocab]` hold one row a token."""

@@ -128,3 +128,7 @@ class Engine(Protocol):
     def scatter(self, block_table: AnySequence[int], layers: range, tokens: range, payload: memoryview) -> None:
         """Copy such a buffer into the cache; its length must be `layout.frame_bytes(len(layers), len(tokens))`."""
         ...
+
+    def poison(self, blocks: AnySequence[int]) -> None:
+        """Overwrite these blocks in every layer with what no model computes, so that reading them shows."""
+        ...

@@ -56,6 +56,8 @@ class PromptWorker:
                 max_num_seqs=spec.prompt.engine.max_num_seqs,
             )
         )
+        if spec.prompt.engine.poison_freed_blocks:
+            self._core.pool.on_freed = engine.poison
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closed: Mailbox[Closed] = Mailbox()
         self._senders: dict[Peer, SenderThread] = {}

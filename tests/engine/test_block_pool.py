@@ -154,3 +154,19 @@ def test_an_heir_gets_the_blocks_under_a_generation_of_its_own() -> None:
     assert pool.num_free == 5, "the old owner holds nothing"
     pool.release(("a", 2))
     assert pool.num_free == 8
+
+
+def test_whoever_wants_to_know_is_told_of_freed_blocks_once() -> None:
+    """Blocks that pass to an heir are not free, and an owner that holds nothing frees nothing."""
+    pool = BlockPool(8)
+    freed: list[list[int]] = []
+    pool.on_freed = lambda blocks: freed.append(list(blocks))
+    pool.allocate(("a", 1), 3, "granted")
+    pool.adopt(("a", 2), ("a", 1))
+    pool.extend(("a", 2), 1)
+    pool.promote(("a", 2))
+    pool.release(("a", 1))
+    assert freed == []
+    pool.release(("a", 2))
+    pool.release(("a", 2))
+    assert freed == [[0, 1, 2, 3]]

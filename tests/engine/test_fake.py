@@ -171,3 +171,14 @@ def test_identity_names_what_must_agree() -> None:
     """Engines of one vocabulary fit together, whatever their blocks; of two they do not."""
     assert FakeEngine(4, 4).identity == FakeEngine(9, 16).identity
     assert FakeEngine(4, 4).identity != FakeEngine(4, 4, vocab_size=99).identity
+
+
+def test_poison_changes_the_answer_of_whoever_reads_the_block_and_of_nobody_else() -> None:
+    engine = FakeEngine(4, 4, VOCAB)
+    sequence = sequence_on(engine, PROMPT)
+    generate(engine, sequence, 2)
+    engine.poison([sequence.block_table[3]])  # not begun: 12 tokens are computed, three blocks full
+    assert generate(engine, sequence, 3) == expected_tokens(PROMPT, 3, VOCAB)
+    engine.poison([sequence.block_table[1]])
+    assert generate(engine, sequence, 4)[:3] == expected_tokens(PROMPT, 3, VOCAB)
+    assert generate(engine, sequence, 4)[3] != expected_tokens(PROMPT, 4, VOCAB)[3]

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from twinpool.cluster.protocol.errors import ProtocolError
-from twinpool.engine.kv_cache import KVCache, num_blocks_that_fit
+from twinpool.engine.kv_cache import POISON, KVCache, num_blocks_that_fit
 from twinpool.kvtransfer.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,6 +78,19 @@ def test_threads_gather_at_once_without_disturbing_each_other() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda i: bytes(cache.gather(tables[i % 8], range(3), range(32))), range(200)))
     assert all(rows == expected[i % 8] for i, rows in enumerate(found))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_poison_overwrites_whole_blocks_and_no_others(dtype: str) -> None:
+    """Finite in every dtype: a masked row that holds it must weigh nothing."""
+    cache = random_cache(dtype, 4, num_blocks=6)
+    before = [layer.clone() for layer in cache.layers]
+    cache.poison([4, 1])
+    for now, then in zip(cache.layers, before, strict=True):
+        assert torch.equal(now[[0, 2, 3, 5]], then[[0, 2, 3, 5]])
+        assert torch.all(now[[1, 4]] == POISON)
+    cache.poison([])
+    assert torch.isfinite(cache.layers[0]).all()
 
 
 def test_blocks_that_fit_never_exceed_the_memory_given() -> None:

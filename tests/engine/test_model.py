@@ -427,6 +427,22 @@ def test_the_fingerprint_tells_models_apart_and_copies_not(
     assert one == two != load_engine(copies[1], spec).identity.fingerprint
 
 
+def test_poison_changes_what_reads_the_block_and_nothing_beside_it(tiny_llama: Path) -> None:
+    """Blocks begun anew may hold poison behind their last row: masked, it weighs nothing."""
+    engine = load_engine(tiny_llama, EngineSpec(device="cpu", num_blocks=64, block_size=16))
+    engine.poison(range(64))
+    prompts = [random_prompt(40), random_prompt(41)]
+    clean = decode(engine, make_sequences(engine, prompts), UNLIMITED, 6)
+    for poisons in (False, True):
+        sequences = make_sequences(engine, prompts)
+        decode(engine, sequences, UNLIMITED, 3)
+        if poisons:
+            engine.poison(sequences[0].block_table[:1])
+        first, second = decode(engine, sequences, UNLIMITED, 6)
+        assert (first != clean[0]) == poisons
+        assert second == clean[1]
+
+
 def test_the_cache_is_as_large_as_the_spec_says(tiny_llama: Path) -> None:
     engine = load_engine(tiny_llama, EngineSpec(device="cpu", kv_cache_bytes=1 << 20, block_size=16))
     assert sum(layer.nbytes for layer in engine.cache.layers) <= 1 << 20

@@ -39,10 +39,12 @@ class LiveCluster:
         self.model_folder = model_folder
         self.folder = Path(tempfile.mkdtemp(prefix="twinpool-"))  # short: it holds ipc sockets
         port = free_port()
-        self.spec = ClusterSpec.model_validate({**spec, "router": {**spec.get("router", {}), "port": port}})
+        pools = {pool: _poisoned(spec.get(pool, {})) for pool in ("prompt", "completion")}
+        self.spec = ClusterSpec.model_validate({**spec, **pools, "router": {**spec.get("router", {}), "port": port}})
         (self.folder / "spec.json").write_text(self.spec.model_dump_json())
         self.url = f"http://127.0.0.1:{port}"
         self.model = self.spec.model_name
+        self.programs: dict[str, list[str]] = {}  # what python runs in place of a role's module: see faulty_role
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.client = httpx.Client(base_url=self.url, timeout=600.0)  # a slow suite computes for minutes
         self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(self.folder / "admin.sock")))
@@ -75,7 +77,7 @@ class LiveCluster:
 
     def program(self, name: str) -> list[str]:
         """Return what python is told to run as `name`."""
-        return ["-m", f"twinpool.{MODULES[name.split('-')[0]]}"]
+        return self.programs.get(name, ["-m", f"twinpool.{MODULES[name.split('-')[0]]}"])
 
     def arguments(self, name: str) -> list[str]:
         return [
@@ -234,6 +236,11 @@ def _reap(process: subprocess.Popen[bytes]) -> int:
         process.kill()
         process.wait(10)
         return -signal.SIGKILL
+
+
+def _poisoned(pool: dict[str, Any]) -> dict[str, Any]:
+    """A block that is read after it was freed shall change tokens; a spec may say otherwise."""
+    return {**pool, "engine": {"poison_freed_blocks": True, **pool.get("engine", {})}}
 
 
 def free_port() -> int:

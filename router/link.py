@@ -19,6 +19,7 @@ from ..cluster.protocol.messages import Message, Refused
 
 log = logging.getLogger(__name__)
 
+MAX_UNREACHABLE = 1000
 
 Deliver = Callable[[WorkerId, Message], None]
 
@@ -35,6 +36,7 @@ class RouterLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None
         self._is_due = False  # a look at the socket is scheduled
+        self._unreachable: set[WorkerId] = set()  # of these the log knows
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -63,7 +65,7 @@ class RouterLink:
         try:
             self._socket.send_multipart([str(worker).encode(), *encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            log.info("%s for %s not sent: %s", type(message).__name__, worker, error)
+            self._note_unsent(worker, message, error)
         # Whatever touches the socket takes the one signal that ZMQ gives for messages that have just arrived.
         if self._deliver is not None and cast(int, self._socket.EVENTS) & zmq.POLLIN:
             self._look_soon()
@@ -118,6 +120,14 @@ class RouterLink:
             if isinstance(error, VersionError):
                 self.send(worker, Refused(reason=f"this worker speaks {error}"))
             return None
+
+    def _note_unsent(self, worker: WorkerId, message: Message, error: zmq.ZMQError) -> None:
+        """Log it once for each incarnation: a dead one's backlog is answered message by message."""
+        if worker not in self._unreachable:
+            log.info("%s for %s not sent: %s; later ones are not logged", type(message).__name__, worker, error)
+            if len(self._unreachable) >= MAX_UNREACHABLE:
+                self._unreachable.clear()
+            self._unreachable.add(worker)
 
     def _count_malformed(self, identity: bytes, error: Exception) -> None:
         self.num_malformed += 1

@@ -285,6 +285,21 @@ def test_a_message_to_nobody_is_no_error(address: str) -> None:
     with_links(address, talk)
 
 
+def test_the_log_names_an_unreachable_worker_once(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a restarted router answered, and logged, every message that an old incarnation had in its queue."""
+
+    async def talk(router: Inbox, worker: WorkerLink) -> None:
+        for _ in range(3):
+            router.link.send(WorkerId("nobody", "x"), Introduce())
+            router.link.send(WorkerId("nobody", "y"), Introduce())
+        await join(router, worker)
+
+    with caplog.at_level("INFO"):
+        with_links(address, talk)
+    unsent = [record.getMessage().partition(" not sent")[0] for record in caplog.records]
+    assert [line for line in unsent if "nobody" in line] == ["Introduce for nobody/x", "Introduce for nobody/y"]
+
+
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.168.0.1:5", "udp://127.0.0.1:5"])
 def test_an_open_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="not a loopback or ipc address") as caught:

@@ -7,7 +7,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -63,6 +63,10 @@ class Asker:
 
     def ask_all(self, numbers: Iterable[int], within_s: float = 100.0) -> list[Answer]:
         return [future.result(timeout=within_s) for future in self.begin(numbers)]
+
+    def run(self, work: Callable[..., Any], *given: Any, **fields: Any) -> Future[Any]:
+        """Do something else in one of the threads."""
+        return self._pool.submit(work, *given, **fields)
 
     def ask(self, number: int) -> Answer:
         """Send request `number`, streamed; fails for a wrong token and for any end but a single proper one."""

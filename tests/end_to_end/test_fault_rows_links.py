@@ -26,7 +26,7 @@ DETECTION_S = 4.0
 slow = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(tiny_llama: Path) -> Iterator[ProxiedCluster]:
     with ProxiedCluster(tiny_llama, SPEC) as cluster:
         yield cluster
@@ -52,7 +52,7 @@ PARTITIONS = [(ways, s) for ways in ("both", "kv", "answers") for s in (1.0, 5.0
 @pytest.mark.parametrize(
     "partitions",
     [
-        pytest.param([("both", 1.0), ("kv", 5.0), ("answers", 5.0)], id="three"),
+        pytest.param([("both", 1.0), ("kv", 5.0)], id="two"),
         pytest.param(PARTITIONS * 2, id="18", marks=slow),
     ],
 )
@@ -78,7 +78,7 @@ def test_pools_that_cannot_reach_each_other_lose_no_answer(
         invariants.check(len(partitions))
 
 
-@pytest.mark.parametrize("num_rounds", [pytest.param(4, id="4 rounds"), pytest.param(30, id="30 rounds", marks=slow)])
+@pytest.mark.parametrize("num_rounds", [pytest.param(2, id="2 rounds"), pytest.param(30, id="30 rounds", marks=slow)])
 def test_links_that_stop_and_go_in_random_order_harm_nobody(cluster: ProxiedCluster, num_rounds: int) -> None:
     """R8: all six links stalled one by one, and let go one by one, under load; from quick rounds to long ones."""
     with asker_of(cluster) as asker:

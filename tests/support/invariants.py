@@ -16,11 +16,13 @@ from typing import Any
 
 import httpx
 from live_cluster import LiveCluster, wait_until
+from reports import report
 from twinpool.engine.fake import expected_tokens
 
 VOCAB_SIZE = 260  # of the tiny models' tokenizer
 MAX_LOG_LINES_PER_FAULT = 50
-CANARY_S = 2.0  # from the healing of the last fault to an answer
+CANARY_S = 2.0  # from the healing of the last fault to an answer, beyond what an answer takes
+CANARY = 9999  # its number
 OPEN_SLACK = 4  # descriptors and threads that a new connection to an old peer may need
 
 
@@ -156,14 +158,18 @@ class Invariants:
         self._asker = asker
         assert all(answer.is_complete for answer in asker.ask_all(range(16)))  # every pair has met
         cluster.wait_idle()
+        self._calm_s = asker.ask(CANARY).seconds
         self._before = open_things(cluster)
         self._num_log_lines = self._count_log_lines()
 
-    def check(self, num_faults: int, canary_s: float = CANARY_S) -> None:
+    def check(self, num_faults: int) -> None:
         """Call it right after healing: asks a canary first, then waits until all is at rest and looks."""
         healed_s = time.monotonic()
-        wait_until(lambda: self._asker.ask(9999).is_complete, canary_s, "a canary that is served")
-        assert time.monotonic() - healed_s <= canary_s, "the canary was late"
+        limit_s = CANARY_S + 3 * self._calm_s  # what it costs anyway, on a machine with more to do than before
+        wait_until(lambda: self._asker.ask(CANARY).is_complete, limit_s, "a canary that is served")
+        waited_s = time.monotonic() - healed_s
+        report(f"canary served after {waited_s:.1f} s; {self._calm_s:.1f} s before the faults")
+        assert waited_s <= limit_s, f"the canary took {waited_s:.1f} s"
         self._cluster.wait_ready()
         self._cluster.wait_idle()
         self._check_logs(num_faults)

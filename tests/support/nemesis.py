@@ -93,7 +93,7 @@ class KillAt:
         if message.key not in self._keys:
             return
         match self._moment, message:
-            case ("first frame", KVFrame(sequence=0)) | ("middle frame", KVFrame(sequence=5)) | ("done", Done()):
+            case ("first frame", KVFrame(sequence=0)) | ("middle frame", KVFrame(sequence=2)) | ("done", Done()):
                 self._kill()
 
     def _kill(self) -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..cluster.protocol.errors import ProtocolError
+from ..kernels.host_rows import HostRows, runs_of
 from ..kernels.kv_rows import gather_kv, key_row_ids, scatter_kv
 from ..kvtransfer.layout import KVLayout
+from .buffer_pool import BufferPool
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 POISON = 77.0  # finite: masked rows are read, and what they hold times a weight of 0 must be 0
@@ -28,17 +30,23 @@ class KVCache:
         self.block_size = block_size
         shape = (num_blocks, 2, block_size, layout.num_kv_heads, layout.head_dim)
         self.layers = [_zeros(shape, TORCH_DTYPES[layout.dtype], device) for _ in range(layout.num_layers)]
+        self._host = [HostRows(layer) for layer in self.layers] if device.type == "cpu" else None
+        self._buffers = BufferPool()
 
-    @torch.inference_mode()
     def gather(self, block_table: Sequence[int], layers: range, tokens: range) -> memoryview:
-        """Copy rows out: `[len(layers), 2, len(tokens), row_bytes]`, a fresh buffer. Any thread may call this."""
-        row_ids = self._row_ids(block_table, tokens)
-        rows = torch.empty(self._wire_shape(layers, tokens), dtype=self.layers[0].dtype, device=row_ids.device)
-        for at, layer in enumerate(layers):
-            gather_kv(self.layers[layer], row_ids, rows[at])
-        return rows.cpu().flatten().view(torch.uint8).numpy().data
+        """Copy rows out: `[len(layers), 2, len(tokens), row_bytes]`, in a buffer that nobody else has.
 
-    @torch.inference_mode()
+        Any thread may call this.
+        """
+        if self._host is None:
+            return self._gather_from_device(block_table, layers, tokens)
+        runs = runs_of(block_table, tokens, self.block_size, self.num_blocks)
+        buffer = self._buffers.take(self.layout.frame_bytes(len(layers), len(tokens)))
+        rows = buffer.reshape(len(layers), 2, len(tokens), self.layout.row_bytes)
+        for at, layer in enumerate(layers):
+            self._host[layer].gather(runs, rows[at])
+        return buffer.data
+
     def scatter(self, block_table: Sequence[int], layers: range, tokens: range, payload: memoryview) -> None:
         """Copy such a buffer in. Raises ProtocolError when its length does not fit."""
         expected = self.layout.frame_bytes(len(layers), len(tokens))
@@ -47,6 +55,24 @@ class KVCache:
             raise ProtocolError(f"KV payload of {payload.nbytes} bytes for {shape}, which take {expected}")
         if expected == 0:
             return
+        if self._host is None:
+            self._scatter_to_device(block_table, layers, tokens, payload)
+            return
+        runs = runs_of(block_table, tokens, self.block_size, self.num_blocks)
+        rows = np.frombuffer(payload, dtype=np.uint8).reshape(len(layers), 2, len(tokens), self.layout.row_bytes)
+        for layer, layer_rows in zip(layers, rows, strict=True):
+            self._host[layer].scatter(runs, layer_rows)
+
+    @torch.inference_mode()
+    def _gather_from_device(self, block_table: Sequence[int], layers: range, tokens: range) -> memoryview:
+        row_ids = self._row_ids(block_table, tokens)
+        rows = torch.empty(self._wire_shape(layers, tokens), dtype=self.layers[0].dtype, device=row_ids.device)
+        for at, layer in enumerate(layers):
+            gather_kv(self.layers[layer], row_ids, rows[at])
+        return rows.cpu().flatten().view(torch.uint8).numpy().data
+
+    @torch.inference_mode()
+    def _scatter_to_device(self, block_table: Sequence[int], layers: range, tokens: range, payload: memoryview) -> None:
         buffer = bytearray(payload) if payload.readonly else payload  # torch takes writable memory only
         rows = torch.frombuffer(buffer, dtype=self.layers[0].dtype).view(self._wire_shape(layers, tokens))
         row_ids = self._row_ids(block_table, tokens)

@@ -2,7 +2,8 @@
 
 A layer's cache `[num_blocks, 2, block_size, num_kv_heads, head_dim]` is seen as a flat table of rows, one row for the
 keys (or values) of one token. `row_ids` says where a token's key lies; its value lies `block_size` rows further on.
-Knows no sequence and no block table: whoever calls has turned these into row ids.
+Knows no sequence and no block table: whoever calls has turned these into row ids. host_rows.py does the same for caches
+in the memory of the CPU, block by block, which is several times as fast.
 """
 
 from collections.abc import Sequence

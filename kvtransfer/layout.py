@@ -5,6 +5,7 @@ and block sizes stay private to each side, so the two caches may differ in both.
 """
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import xxhash
 
@@ -31,7 +32,7 @@ class KVLayout:
     def frame_bytes(self, num_layers: int, num_tokens: int) -> int:
         return 2 * num_layers * num_tokens * self.row_bytes
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """64-bit hash that every frame carries."""
         return xxhash.xxh3_64_intdigest(repr(sorted(asdict(self).items())).encode())

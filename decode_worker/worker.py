@@ -18,7 +18,8 @@ from ..engine.loading import hello
 from ..engine.ownership import Orphaned
 from ..engine.sequence import Engine, ScheduledRow
 from ..engine.timing import run_pass
-from ..kvtransfer.frames import Received
+from ..kvtransfer.credits import HeldCredits
+from ..kvtransfer.frames import Credit, DataMessage, Received
 from ..kvtransfer.open_channel import ChannelOpener
 from ..kvtransfer.transport import advertised
 from ..kvtransfer.zmq_channel import ZmqReceiver
@@ -53,6 +54,7 @@ class CompletionWorker:
         self._receiver = opener.open_receiver(
             partial(ZmqReceiver, self._context, ipc_path, spec.transfer.max_frame_bytes, tcp_port=arguments.data_port)
         )
+        self._credits = HeldCredits()
         self._ipc_path = ipc_path
         addresses = advertised(self._receiver.addresses, arguments.advertise)
         greeting = hello(engine, spec.completion.engine, "COMPLETION", spec.transfer.transport, addresses)
@@ -90,14 +92,20 @@ class CompletionWorker:
 
     def _take_frames(self) -> bool:
         """Handle a bounded number of data messages; True when there may be more."""
-        for _ in range(MAX_FRAMES_A_TURN):
-            received = self._receiver.receive()
-            if received is None:
-                return False
+        num_taken = 0
+        while num_taken < MAX_FRAMES_A_TURN and (received := self._receiver.receive()) is not None:
+            num_taken += 1
             now = time.monotonic()
             commands = self._core.on_data(received.message, received.payload.nbytes, received.is_intact, now)
             self._execute(commands, received)
-        return True
+        for peer, credit in self._credits.take():
+            self._receiver.reply(peer, credit)
+        return num_taken == MAX_FRAMES_A_TURN
+
+    def _reply(self, peer: bytes, message: DataMessage) -> None:
+        due = self._credits.add(peer, message) if isinstance(message, Credit) else message
+        if due is not None:
+            self._receiver.reply(peer, due)
 
     def _step(self, rows: list[ScheduledRow]) -> None:
         try:
@@ -124,7 +132,7 @@ class CompletionWorker:
                     self._engine.scatter(command.block_table, command.layers, command.tokens, received.payload)
                 case ToSender():
                     assert received is not None
-                    self._receiver.reply(received.peer, command.message)
+                    self._reply(received.peer, command.message)
 
     def _close(self) -> None:
         self._receiver.close()

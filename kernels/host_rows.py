@@ -33,7 +33,8 @@ class HostRows:
         num_blocks, two, block_size, num_kv_heads, head_dim = cache.shape
         row_bytes = num_kv_heads * head_dim * cache.element_size()
         self._rows: Bytes = cache.view(torch.uint8).numpy().reshape(num_blocks, two, block_size, row_bytes)
-        self._half_blocks = _items(self._rows.reshape(num_blocks * two, block_size * row_bytes))
+        self._item = np.dtype((np.void, block_size * row_bytes))  # half a block, which numpy copies whole
+        self._half_blocks: NDArray[Any] = self._rows.reshape(-1).view(self._item)
 
     def gather(self, runs: Sequence[Run], out: Bytes) -> None:
         """Copy rows into `out`, `[2, tokens, row_bytes]`, keys first. Touches nothing but `out`."""
@@ -42,7 +43,7 @@ class HostRows:
                 rows = out[kv, run.rows]
                 if self._is_whole(run):
                     # "clip" never clips here, see runs_of; any other mode makes numpy copy twice.
-                    np.take(self._half_blocks, 2 * run.blocks + kv, out=self._halves_of(rows), mode="clip")
+                    self._half_blocks.take(2 * run.blocks + kv, out=rows.reshape(-1).view(self._item), mode="clip")
                 else:
                     rows[:] = self._rows[run.blocks[0], kv, run.offsets]
 
@@ -51,22 +52,19 @@ class HostRows:
         for run in runs:
             for kv in (0, 1):
                 if self._is_whole(run):
-                    self._half_blocks[2 * run.blocks + kv] = self._halves_of(rows[kv, run.rows])
+                    self._half_blocks[2 * run.blocks + kv] = rows[kv, run.rows].reshape(-1).view(self._item)
                 else:
                     self._rows[run.blocks[0], kv, run.offsets] = rows[kv, run.rows]
 
     def _is_whole(self, run: Run) -> bool:
         return run.offsets.stop - run.offsets.start == self._rows.shape[2]
 
-    def _halves_of(self, rows: Bytes) -> NDArray[Any]:
-        return _items(rows.reshape(-1, self._half_blocks.itemsize))
-
 
 def runs_of(block_table: Sequence[int], tokens: range, block_size: int, num_blocks: int) -> list[Run]:
     """Cut `tokens` at their blocks' limits: whole blocks together, a part of one at either end."""
     first = tokens.start // block_size
     blocks = np.asarray(block_table[first : -(-tokens.stop // block_size)], dtype=np.int64)
-    assert len(blocks) == 0 or (blocks.min() >= 0 and blocks.max() < num_blocks), f"blocks {block_table}"
+    assert len(blocks) == 0 or blocks.view(np.uint64).max() < num_blocks, f"blocks {block_table}"  # negative: huge
     return [
         Run(
             blocks[start // block_size - first : -(-stop // block_size) - first],
@@ -83,8 +81,3 @@ def _cuts(tokens: range, block_size: int) -> Iterator[tuple[int, int]]:
     for start, stop in ((tokens.start, head), (head, tail), (tail, tokens.stop)):
         if start < stop:
             yield start, stop
-
-
-def _items(rows: Bytes) -> NDArray[Any]:
-    """View `[n, num_bytes]` as n items that numpy copies whole."""
-    return rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]

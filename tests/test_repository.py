@@ -38,6 +38,7 @@ PURE_CORES = [
     "twinpool.engine.prefill_scheduler",
     "twinpool.engine.probe",
     "twinpool.engine.stopping",
+    "twinpool.kvtransfer.credits",
     "twinpool.kvtransfer.frames",
     "twinpool.kvtransfer.receiver",
     "twinpool.kvtransfer.sender",

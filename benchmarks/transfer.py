@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 from measure import print_header
-from transfer_ends import Prompt
+from transfer_prompt import Prompt
 from twinpool.kvtransfer.layout import KVLayout
 
 ENDS = str(Path(__file__).with_name("transfer_ends.py"))
@@ -46,7 +46,6 @@ class EndProcess:
     def __init__(self, part: str, way: str, given: dict[str, Any]) -> None:
         command = [sys.executable, ENDS, part, way, json.dumps(given)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.addresses: list[str] = self.answer()["addresses"]
 
     def tell(self, **command: Any) -> None:
         assert self.process.stdin is not None
@@ -110,16 +109,19 @@ def running_pairs(prompt: Prompt, ways: list[str]) -> Iterator[dict[str, Pair]]:
     """Start two processes a contestant; all but two wait at any time."""
     keys = [key.decode() for key in zmq.curve_keypair()]
     with TemporaryDirectory(prefix="tp-") as folder, ExitStack() as stack:
-        pairs: dict[str, Pair] = {}
-        for i, way in enumerate(ways):
+
+        def start(part: str, way: str, addresses: list[str]) -> EndProcess:
             given: dict[str, Any] = {"layout": asdict(prompt.layout), "num_tokens": prompt.num_tokens}
-            given |= {"path": f"{folder}/{i}", "addresses": [], "keys": keys}
-            receiver = EndProcess("receive", way, given)
-            stack.callback(receiver.close)
-            sender = EndProcess("send", way, given | {"addresses": receiver.addresses})
-            stack.callback(sender.close)
-            pairs[way] = Pair(sender, receiver)
-        yield pairs
+            given |= {"path": f"{folder}/{ways.index(way)}", "addresses": addresses, "keys": keys}
+            end = EndProcess(part, way, given)
+            stack.callback(end.close)
+            return end
+
+        receivers = {way: start("receive", way, []) for way in ways}
+        senders = {way: start("send", way, receivers[way].answer()["addresses"]) for way in ways}
+        for sender in senders.values():
+            sender.answer()
+        yield {way: Pair(senders[way], receivers[way]) for way in ways}
 
 
 def measure(prompt: Prompt, ways: list[str], frame_sizes: list[int], num_rounds: int) -> dict[int, dict[str, Figures]]:

@@ -7,75 +7,22 @@ Its first line says where it can be reached.
 
 import argparse
 import json
-import queue
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
-import xxhash
 import zmq
 from numpy.typing import NDArray
-from twinpool.cluster.config import TransferSpec
-from twinpool.cluster.protocol.messages import PrefillStages, SampledToken
-from twinpool.engine.kv_cache import KVCache
-from twinpool.kvtransfer.channel import SenderThread
-from twinpool.kvtransfer.frames import Done, KVFrame
+from transfer_prompt import End, Prompt
 from twinpool.kvtransfer.layout import KVLayout
-from twinpool.kvtransfer.receiver import Complete, Key, Receiver, ReceiverCommand, Reply, Write
-from twinpool.kvtransfer.sender import Closed, FirstOutput, Sender, SenderLimits, SendFrame
-from twinpool.kvtransfer.zmq_channel import HIGH_WATER_MESSAGES, Received, ZmqReceiver, ZmqSender
+from twinpool.kvtransfer.zmq_channel import HIGH_WATER_MESSAGES
 
-BLOCK_SIZE = 16
-LEASE_S = 30.0
-MAX_FRAMES_A_TURN = 16  # as the COMPLETION worker
-STAGES = PrefillStages(queue_s=0, prefill_s=0, num_computed_tokens=0, num_kv_bytes=0, num_kv_bytes_arrived=0)
 Context = zmq.Context[zmq.Socket[bytes]]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Whose keys and values are moved."""
-
-    layout: KVLayout
-    num_tokens: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.layout.token_bytes * self.num_tokens
-
-    @lru_cache  # noqa: B019  (one prompt a process)
-    def frames(self, frame_bytes: int) -> tuple[int, ...]:
-        """Return the payloads' sizes, as our sender cuts them."""
-        sender = Sender(self.layout, _limits(frame_bytes))
-        sender.open(("r", 1), 1, 2 * self.num_bytes, 0)
-        for layer in range(self.layout.num_layers):
-            sender.layer_written(("r", 1), layer, range(self.num_tokens))
-        sizes: list[int] = []
-        while isinstance(command := sender.next_command(0.0), SendFrame):
-            sizes.append(self.layout.frame_bytes(len(command.layers), len(command.tokens)))
-            sender.frame_sent(command.key, sizes[-1], 0)
-        return tuple(sizes)
-
-    def block_table(self, seed: int) -> list[int]:
-        """Return the blocks in a random order, as a pool that has been in use for long gives them out."""
-        order = np.random.default_rng(seed).permutation(-(-self.num_tokens // BLOCK_SIZE))
-        return [int(block) for block in order]
-
-
-class End(Protocol):
-    @property
-    def addresses(self) -> Sequence[str]: ...
-
-    def expect(self, frame_bytes: int) -> None: ...
-
-    def move(self, frame_bytes: int) -> None: ...
 
 
 class Bare:
@@ -93,6 +40,12 @@ class Bare:
     def expect(self, frame_bytes: int) -> None:
         """Cut the frames before the time runs."""
         self.prompt.frames(frame_bytes)
+
+    def clear(self) -> None:
+        """Nobody compares what was moved."""
+
+    def digest(self) -> int:
+        return 0
 
     def pieces(self, frame_bytes: int) -> Iterator[memoryview]:
         at = 0
@@ -188,119 +141,6 @@ class ZmqReceiveEnd(Bare):
             assert self.socket.recv(copy=False).buffer.nbytes == num_bytes
 
 
-class Ours:
-    """What both ends of our channel share: a KV cache, and the blocks of the one prompt in it."""
-
-    addresses: Sequence[str] = ()
-
-    def __init__(self, prompt: Prompt, seed: int) -> None:
-        self.prompt = prompt
-        self.num_moves = 0
-        self.table = prompt.block_table(seed)
-        self.cache = KVCache(prompt.layout, len(self.table), BLOCK_SIZE, torch.device("cpu"))
-
-    def next_key(self) -> Key:
-        self.num_moves += 1
-        return (f"move-{self.num_moves}", 1)
-
-    def clear(self) -> None:
-        for layer in self.cache.layers:
-            layer.zero_()
-
-    def fill(self) -> None:
-        """Write other bytes into every row."""
-        draws = torch.Generator().manual_seed(5)
-        for layer in self.cache.layers:
-            flat = layer.view(torch.uint8)
-            flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=draws))
-
-    def digest(self) -> int:
-        """Return a hash of the prompt's keys and values in logical order."""
-        hashed = xxhash.xxh3_64()
-        for layer in range(self.prompt.layout.num_layers):
-            hashed.update(self.cache.gather(self.table, range(layer, layer + 1), range(self.prompt.num_tokens)))
-        return hashed.intdigest()
-
-
-class OurSendEnd(Ours):
-    """A PROMPT worker without its engine: the sender thread gathers from the cache, all layers are there at once."""
-
-    def __init__(self, prompt: Prompt, address: str) -> None:
-        super().__init__(prompt, seed=1)
-        self.address = address
-        self.context = Context()
-        self.closed: queue.SimpleQueue[Closed] = queue.SimpleQueue()
-        self.threads: dict[int, SenderThread] = {}
-        self.fill()
-
-    def expect(self, frame_bytes: int) -> None:
-        """Connect, once for each size of frames."""
-        if frame_bytes not in self.threads:
-            self.threads[frame_bytes] = SenderThread(
-                lambda: ZmqSender(self.context, [self.address], frame_bytes, LEASE_S),
-                self.prompt.layout,
-                _limits(frame_bytes),
-                self.cache.gather,
-                self.closed.put,
-                f"{frame_bytes}",
-            )
-
-    def move(self, frame_bytes: int) -> None:
-        thread, key = self.threads[frame_bytes], self.next_key()
-        thread.open(key, 1, TransferSpec().credit_bytes, 0, self.table)
-        for layer in range(self.prompt.layout.num_layers):
-            thread.layer_written(key, layer, range(self.prompt.num_tokens))
-        thread.finish(key, FirstOutput(0, SampledToken(token=7), STAGES))
-        closed = self.closed.get()
-        assert closed == Closed(key, "acked", ""), closed
-
-
-class OurReceiveEnd(Ours):
-    """A COMPLETION worker without its engine: every frame is checked, scattered into the cache, and credited."""
-
-    def __init__(self, prompt: Prompt, path: Path) -> None:
-        super().__init__(prompt, seed=2)
-        self.channel = ZmqReceiver(Context(), path, TransferSpec().max_frame_bytes)
-        self.addresses = self.channel.addresses
-        self.core = Receiver(prompt.layout, LEASE_S)
-
-    def expect(self, frame_bytes: int) -> None:
-        self.core.grant(self.next_key(), 1, range(self.prompt.num_tokens), time.monotonic())
-
-    def move(self, frame_bytes: int) -> None:
-        while len(self.core):
-            self.channel.socket.poll(1000)
-            for _ in range(MAX_FRAMES_A_TURN):
-                received = self.channel.receive()
-                if received is None:
-                    break
-                for command in self._handle(received):
-                    self._execute(command, received)
-            assert not self.core.expire(time.monotonic()), "nothing came in time"
-
-    def _handle(self, received: Received) -> list[ReceiverCommand]:
-        now = time.monotonic()
-        if isinstance(received.message, KVFrame):
-            return self.core.frame(received.message, received.payload.nbytes, received.is_intact, now)
-        assert isinstance(received.message, Done), received.message
-        return self.core.done(received.message, now)
-
-    def _execute(self, command: ReceiverCommand, received: Received) -> None:
-        match command:
-            case Write():
-                self.cache.scatter(self.table, command.layers, command.tokens, received.payload)
-            case Reply():
-                self.channel.reply(received.peer, command.message)
-            case Complete():
-                pass  # the core has forgotten it: the move is over
-            case _:
-                raise AssertionError(command)
-
-
-def _limits(frame_bytes: int) -> SenderLimits:
-    return SenderLimits(max_frame_bytes=frame_bytes, min_frame_bytes=frame_bytes, lease_s=LEASE_S)
-
-
 def open_end(part: str, way: str, prompt: Prompt, given: dict[str, Any]) -> End:
     """Return the sender or receiver of `way`, a key of transfer.WAYS."""
     kind, _, more = way.partition(" ")
@@ -316,6 +156,8 @@ def open_end(part: str, way: str, prompt: Prompt, given: dict[str, Any]) -> End:
             keys = given["keys"] if more.endswith("curve") else []
             return ZmqSendEnd(prompt, address, keys) if is_sender else ZmqReceiveEnd(prompt, bound, keys)
         case "ours":
+            from transfer_channels import OurReceiveEnd, OurSendEnd  # brings torch, which the others need not load
+
             return OurSendEnd(prompt, address) if is_sender else OurReceiveEnd(prompt, path)
         case _:
             raise SystemExit(f"no such way: {way}")
@@ -327,7 +169,6 @@ def main() -> None:
     parser.add_argument("way")
     parser.add_argument("given", type=json.loads, help="layout, num_tokens, path, addresses, keys")
     words = parser.parse_args()
-    torch.set_num_threads(1)
     prompt = Prompt(KVLayout(**words.given["layout"]), words.given["num_tokens"])
     end = open_end(words.part, words.way, prompt, words.given)
     print(json.dumps({"addresses": list(end.addresses)}), flush=True)
@@ -342,9 +183,9 @@ def main() -> None:
                 answer["ended_s"] = time.monotonic()
             case "cpu":
                 answer["cpu_s"] = time.process_time()
-            case "clear" if isinstance(end, Ours):
+            case "clear":
                 end.clear()
-            case "digest" if isinstance(end, Ours):
+            case "digest":
                 answer["digest"] = end.digest()
             case _:
                 raise SystemExit(f"no such command: {line}")

@@ -3,25 +3,36 @@
 import queue
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import xxhash
 import zmq
 from transfer_prompt import BLOCK_SIZE, LEASE_S, Prompt, frame_limits
-from twinpool.cluster.config import TransferSpec
+from twinpool.cluster.config import LivenessSpec, TransferSpec, Transport
 from twinpool.cluster.protocol.messages import PrefillStages, SampledToken
 from twinpool.engine.kv_cache import KVCache
 from twinpool.kvtransfer.channel import SenderThread
 from twinpool.kvtransfer.credits import HeldCredits
-from twinpool.kvtransfer.frames import Credit, Done, KVFrame
+from twinpool.kvtransfer.frames import Credit, Done, KVFrame, Received
+from twinpool.kvtransfer.open_channel import ChannelOpener
 from twinpool.kvtransfer.receiver import Complete, Key, Receiver, ReceiverCommand, Reply, Write
 from twinpool.kvtransfer.sender import Closed, FirstOutput
-from twinpool.kvtransfer.zmq_channel import Received, ZmqReceiver, ZmqSender
+from twinpool.kvtransfer.zmq_channel import ZmqReceiver, ZmqSender
 
 MAX_FRAMES_A_TURN = 16  # as the COMPLETION worker
 STAGES = PrefillStages(queue_s=0, prefill_s=0, num_computed_tokens=0, num_kv_bytes=0, num_kv_bytes_arrived=0)
 Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def opener(transport: Transport) -> ChannelOpener:
+    """Return what opens a worker's channels; both ends are to use the same."""
+
+    def on_stuck(reason: str) -> None:
+        raise SystemExit(reason)
+
+    return ChannelOpener(TransferSpec(transport=transport), LivenessSpec(lease_s=LEASE_S), "cpu", on_stuck)
 
 
 class Ours:
@@ -62,9 +73,10 @@ class Ours:
 class OurSendEnd(Ours):
     """A PROMPT worker without its engine: the sender thread gathers from the cache, all layers are there at once."""
 
-    def __init__(self, prompt: Prompt, address: str) -> None:
+    def __init__(self, prompt: Prompt, transport: Transport, addresses: Sequence[str]) -> None:
         super().__init__(prompt, seed=1)
-        self.address = address
+        self.opener = opener(transport)
+        self.peer = addresses
         self.context = Context()
         self.closed: queue.SimpleQueue[Closed] = queue.SimpleQueue()
         self.threads: dict[int, SenderThread] = {}
@@ -74,7 +86,12 @@ class OurSendEnd(Ours):
         """Connect, once for each size of frames."""
         if frame_bytes not in self.threads:
             self.threads[frame_bytes] = SenderThread(
-                lambda: ZmqSender(self.context, [self.address], frame_bytes, LEASE_S),
+                partial(
+                    self.opener.open_sender,
+                    partial(ZmqSender, self.context, self.peer, TransferSpec().max_frame_bytes, LEASE_S),
+                    self.peer,
+                    "the receiver",
+                ),
                 self.prompt.layout,
                 frame_limits(frame_bytes),
                 self.cache.gather,
@@ -95,9 +112,11 @@ class OurSendEnd(Ours):
 class OurReceiveEnd(Ours):
     """A COMPLETION worker without its engine: every frame is checked, scattered into the cache, and credited."""
 
-    def __init__(self, prompt: Prompt, path: Path) -> None:
+    def __init__(self, prompt: Prompt, transport: Transport, path: Path) -> None:
         super().__init__(prompt, seed=2)
-        self.channel = ZmqReceiver(Context(), path, TransferSpec().max_frame_bytes)
+        self.channel = opener(transport).open_receiver(
+            partial(ZmqReceiver, Context(), path, TransferSpec().max_frame_bytes)
+        )
         self.addresses = self.channel.addresses
         self.core = Receiver(prompt.layout, LEASE_S)
         self.credits = HeldCredits()
@@ -107,7 +126,7 @@ class OurReceiveEnd(Ours):
 
     def move(self, frame_bytes: int) -> None:
         while len(self.core):
-            self.channel.socket.poll(1000)
+            zmq.zmq_poll([(source, zmq.POLLIN) for source in self.channel.sources], 1000)
             for _ in range(MAX_FRAMES_A_TURN):
                 received = self.channel.receive()
                 if received is None:

@@ -158,7 +158,9 @@ def open_end(part: str, way: str, prompt: Prompt, given: dict[str, Any]) -> End:
         case "ours":
             from transfer_channels import OurReceiveEnd, OurSendEnd  # brings torch, which the others need not load
 
-            return OurSendEnd(prompt, address) if is_sender else OurReceiveEnd(prompt, path)
+            transport = "gloo" if more == "gloo" else "zmq"
+            there = given["addresses"] if more == "gloo" else [address]
+            return OurSendEnd(prompt, transport, there) if is_sender else OurReceiveEnd(prompt, transport, path)
         case _:
             raise SystemExit(f"no such way: {way}")
 

@@ -91,7 +91,8 @@ def test_a_router_without_its_workers_costs_another_ones_requests_nothing(seed: 
         lost = cluster.completions[:1] if seed % 2 else cluster.workers
         for at_s in (1.05, 9.0):
             for worker in lost:
-                cluster.sim.at(at_s, lambda name=worker.name: cluster.sim.cut("router", name, 6.0))
+                for ends in (("router", worker.name), (worker.name, "router")):
+                    cluster.sim.at(at_s, lambda ends=ends: cluster.sim.cut(*ends, 6.0))
 
     cluster = run_with(seed, fault)
     check_undisturbed(cluster)

@@ -107,7 +107,10 @@ class Cluster:
 
     def run(self) -> None:
         """Run until every fault is over and everything has had time to settle; check as we go and at the end."""
-        self.sim.run(self.sim.healed_s + 70.0, self._check)
+        end_s = self.sim.healed_s + 2 * LEASE_S  # until then something late may still come
+        while not self._is_settled and end_s <= self.sim.healed_s + 70.0:
+            self.sim.run(end_s, self._check)
+            end_s += LEASE_S
         self._check_settled()
 
     @property
@@ -191,8 +194,9 @@ class Cluster:
 
     def _submit(self, request: GenerationRequest) -> None:
         router = self._which.choice(self.routers)
-        if not router.is_alive:
-            return
+        router.when_awake(lambda: self._begin(router, request))
+
+    def _begin(self, router: SimulatedRouter, request: GenerationRequest) -> None:
         needs_tokens = 3 if request.sampling.seed % 5 == 4 else None
         self.clients[request.request_id] = Client(request, router, submitted_s=self.sim.now, needs_tokens=needs_tokens)
         router.execute(router.core.submit(request, self.sim.now))
@@ -201,7 +205,8 @@ class Cluster:
         client = self.clients.get(request_id)
         if client is not None and client.terminal is None and not client.is_gone:
             client.is_gone = True
-            client.router.execute(client.router.core.cancel(request_id, self.sim.now))
+            cancel = lambda r=client.router: r.execute(r.core.cancel(request_id, self.sim.now))  # noqa: E731
+            client.router.when_awake(cancel)
 
     def _stop_reading(self, client: Client) -> None:
         """Its text holds a stop string: the router ends it for the reader, unless something else did meanwhile."""
@@ -232,15 +237,17 @@ class Cluster:
 
     def _ask_probe(self, probe_id: str, question: PassesQuestion | TransferQuestion) -> None:
         router = self._which.choice(self.routers)
-        if router.is_alive:
-            self.probes[probe_id] = AskedProbe(question, router, self.sim.now)
-            router.execute(router.core.probe(probe_id, question, self.sim.now))
+        router.when_awake(lambda: self._begin_probe(router, probe_id, question))
+
+    def _begin_probe(self, router: SimulatedRouter, probe_id: str, question: PassesQuestion | TransferQuestion) -> None:
+        self.probes[probe_id] = AskedProbe(question, router, self.sim.now)
+        router.execute(router.core.probe(probe_id, question, self.sim.now))
 
     def _drop_probe(self, probe_id: str) -> None:
         probe = self.probes.get(probe_id)
         if probe is not None and probe.result is None and not probe.is_gone:
             probe.is_gone = True
-            probe.router.execute(probe.router.core.cancel_probe(probe_id))
+            probe.router.when_awake(lambda: probe.router.execute(probe.router.core.cancel_probe(probe_id)))
 
     def _plan_faults(self) -> None:
         rng, faults, sim = self.sim.rng, self.sim.faults, self.sim
@@ -251,29 +258,55 @@ class Cluster:
         for _ in range(faults.num_pauses):
             worker, pause_s = rng.choice(self.workers), rng.choice([0.5, 2.5, 6.0])
             sim.at(1.0 + rng.random() * 12, lambda w=worker, p=pause_s: setattr(w, "paused_until_s", sim.now + p))
+        for _ in range(faults.num_hangs):
+            worker, hang_s = rng.choice(self.workers), rng.choice([1.0, 6.0, 10.0])
+            sim.at(1.0 + rng.random() * 8, lambda w=worker, h=hang_s: w.hang(h))
         names = [*self.router_names, *(worker.name for worker in self.workers)]
         for _ in range(faults.num_partitions):
             a, b = rng.sample(names, 2)
-            duration_s = rng.choice([0.2, 2.0, 6.0])
-            sim.at(1.0 + rng.random() * 12, lambda a=a, b=b, d=duration_s: sim.cut(a, b, d))
+            duration_s, at_s = rng.choice([0.2, 2.0, 6.0]), 1.0 + rng.random() * 12
+            for ends in [(a, b), (b, a)] if rng.random() < 0.5 else [(a, b)]:
+                sim.at(at_s, lambda e=ends, d=duration_s: sim.cut(*e, d))
+        for _ in range(faults.num_slow_links):
+            a, b = rng.sample(names, 2)
+            duration_s, by_s = rng.choice([0.5, 3.0, 6.0]), rng.choice([0.05, 0.5, 2.5])
+            sim.at(1.0 + rng.random() * 10, lambda a=a, b=b, d=duration_s, s=by_s: sim.slow_down(a, b, d, s))
         for _ in range(faults.num_router_crashes):
             victim = self._which.choice(self.routers)
             sim.at(2.0 + rng.random() * 10, lambda r=victim: self.crash(r))
+        for _ in range(faults.num_router_pauses):
+            router, pause_s = self._which.choice(self.routers), rng.choice([0.5, 2.5, 6.0])
+            sim.at(1.0 + rng.random() * 12, lambda r=router, p=pause_s: setattr(r, "paused_until_s", sim.now + p))
 
     def _check(self) -> None:
+        """Check what the event just handled may have changed."""
         for router in self.routers:
-            if router.is_alive:
+            if router.was_touched and router.is_alive:
                 router.core.dispatcher.check()
+                self._check_deadlines()
+            router.was_touched = False
         while self.touched:
             self.touched.pop().check()
+
+    def _check_deadlines(self) -> None:
         for client in self.clients.values():
             limit_s = min(client.request.timeout_s or 60.0, SPEC.router.request_timeout_s) + 1.0
-            is_open = client.terminal is None and not client.is_gone
+            is_open = client.terminal is None and not client.is_gone and not client.router.is_paused
             assert not is_open or self.sim.now - client.submitted_s <= limit_s, "I3: a request outlived its deadline"
         for probe in self.probes.values():
             limit_s = probe.question.limit_s + LEASE_S + 1.0
-            is_open = probe.result is None and not probe.is_gone
+            is_open = probe.result is None and not probe.is_gone and not probe.router.is_paused
             assert not is_open or self.sim.now - probe.asked_s <= limit_s, "I6: a probe outlived its deadline"
+
+    @property
+    def _is_settled(self) -> bool:
+        """Every request has ended and every block is home: from here on there is nothing to see."""
+        have_ended = all(client.terminal is not None or client.is_gone for client in self.clients.values())
+        are_idle = all(w.is_alive and w.core.pool.num_free == w.core.pool.num_blocks for w in self.workers)
+        are_back = all(r.is_alive and len(r.core.membership.members) == len(self.workers) for r in self.routers)
+        senders = [sender for prompt in self.prompts for sender in prompt.senders.values()]
+        is_quiet = are_idle and are_back and not any(len(sender.core) for sender in senders)
+        return self.sim.now > 0 and have_ended and is_quiet
 
     def _check_settled(self) -> None:
         for client in self.clients.values():

@@ -16,6 +16,7 @@ from twinpool.cluster.protocol.messages import (
     Unknown,
     Welcome,
 )
+from twinpool.engine.block_pool import BlockPool
 from twinpool.engine.fake import FakeEngine
 from twinpool.engine.ownership import Orphaned, Ownership
 from twinpool.engine.probe import PassProbe
@@ -63,8 +64,9 @@ class SimulatedWorker:
     def start(self) -> None:
         self.num_lives += 1
         self.is_alive, self.is_stepping = True, False
-        self.paused_until_s = 0.0
+        self.paused_until_s = self.hung_until_s = 0.0
         self.num_incarnations = 0
+        self.held_blocks: set[int] = set()
         self.progress = 0
         self.ownership = Ownership()
         self.heard = 0  # the router whose message is being handled
@@ -89,6 +91,15 @@ class SimulatedWorker:
         self.sim.at(
             self.sim.now + 0.5 + 3 * self.sim.rng.random(), lambda: self.start() if life == self.num_lives else None
         )
+
+    def hang(self, duration_s: float) -> None:
+        """The loop stops inside a step; other threads, and so the heartbeat, go on."""
+        self.hung_until_s = self.sim.now + duration_s
+        self.wake(self.sim.now)
+
+    def _come_to(self) -> None:
+        self.is_stepping = False
+        self.wake(self.sim.now)
 
     def post(self, action: Callable[[], None]) -> None:
         """Put something into this process's inbox; a dead process gets nothing."""
@@ -137,6 +148,16 @@ class SimulatedWorker:
         source = self.name + "/heartbeat" if isinstance(message, Heartbeat) else self.name
         self.sim.send(source, name, lambda: self.cluster.router_gets(router, worker, message))
 
+    def poison_freed(self, pool: BlockPool, engine: FakeEngine) -> None:
+        """Overwrite blocks that nobody holds any more: whoever still reads them gets other bytes, and other tokens."""
+        holdings = [pool.holding(owner) for owner in pool.owners()]
+        held = {block for holding in holdings if holding is not None for block in holding.blocks}
+        freed, self.held_blocks = sorted(self.held_blocks - held), held
+        num_tokens = len(freed) * engine.block_size
+        poison = bytes([0xDB]) * engine.layout.frame_bytes(engine.layout.num_layers, num_tokens)
+        if freed:
+            engine.scatter(freed, range(engine.layout.num_layers), range(num_tokens), memoryview(poison))
+
     def turn(self) -> None:
         raise AssertionError("each kind has its own")
 
@@ -181,6 +202,10 @@ class SimulatedWorker:
             self.wake(self.paused_until_s)
             return
         self.next_turn_s = None
+        if self.sim.now < self.hung_until_s:
+            self.is_stepping = True
+            self.later(self.hung_until_s - self.sim.now, self._come_to)
+            return
         self.cluster.touched.add(self)
         self.progress += 1
         inbox, self.inbox = self.inbox, []

@@ -29,15 +29,21 @@ class SimulatedRouter:
         self.name = "router" if number == 0 else f"router-{number}"
         self.num_resumed = 0  # attempts that went on from KV that a dead PROMPT worker had sent
         self.is_alive = False
+        self.paused_until_s = 0.0
+        self.was_touched = False  # by this event
         self._spec, self._workers, self._on_command = spec, workers, on_command
         self._num_lives = 0
         self.start()
 
     def start(self) -> None:
         self._num_lives += 1
-        self.is_alive = True
+        self.is_alive, self.paused_until_s = True, 0.0
         self.core = RouterCore(self._spec, f"{self.name}-life-{self._num_lives}")
         self._tick(self._num_lives)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.sim.now < self.paused_until_s + 0.2  # its next tick included
 
     def crash(self) -> None:
         """Die and come back a while later."""
@@ -45,11 +51,23 @@ class SimulatedRouter:
         self.sim.at(self.sim.now + 2 * self.sim.rng.random(), self.start)
 
     def gets(self, worker: WorkerId, message: Message) -> None:
-        if self.is_alive:
-            self.num_resumed += isinstance(message, Granted) and any(message.arrived_tokens)
-            self.execute(self.core.on_message(worker, message, self.sim.now))
+        self.when_awake(lambda: self._hear(worker, message))
+
+    def when_awake(self, action: Callable[[], None]) -> None:
+        """Do it when this process runs again; a dead one never does."""
+        life = self._num_lives
+        if self.is_alive and self.sim.now < self.paused_until_s:
+            resume = lambda: self.when_awake(action) if life == self._num_lives else None  # noqa: E731
+            self.sim.at(self.paused_until_s, resume)
+        elif self.is_alive:
+            action()
+
+    def _hear(self, worker: WorkerId, message: Message) -> None:
+        self.num_resumed += isinstance(message, Granted) and any(message.arrived_tokens)
+        self.execute(self.core.on_message(worker, message, self.sim.now))
 
     def execute(self, commands: Sequence[CoreCommand]) -> None:
+        self.was_touched = True
         for command in commands:
             self._on_command(command)
             if isinstance(command, Send):
@@ -61,7 +79,8 @@ class SimulatedRouter:
     def _tick(self, life: int) -> None:
         if self.is_alive and life == self._num_lives:
             self.execute(self.core.tick(self.sim.now))
-            self.sim.at(self.sim.now + 0.1, lambda: self._tick(life))
+            next_s = max(self.sim.now + 0.1, self.paused_until_s)
+            self.sim.at(next_s, lambda: self.when_awake(lambda: self._tick(life)))
 
     def _check_spared(self, command: Send) -> None:
         message = command.message

@@ -120,6 +120,7 @@ class SimulatedPromptWorker(SimulatedWorker):
 
     def check(self) -> None:
         self.core.check()
+        self.poison_freed(self.core.pool, self.engine)
         for sender in self.senders.values():
             assert sender.core.is_bounded(), "I6: a transfer waits for its peer without a deadline"
 
@@ -195,7 +196,7 @@ class SimulatedSender:
         if payload and sim.now < sim.healed_s and sim.rng.random() < sim.faults.corruption:
             damaged = bytearray(payload)
             damaged[sim.rng.randrange(len(damaged))] ^= 1 << sim.rng.randrange(8)
-            payload = bytes(damaged)
+            payload = bytes(damaged)[: sim.rng.choice([None, None, len(damaged) - 1])]
         target = owner.cluster.completion_at(self.peer)
         life = owner.num_lives
 
@@ -287,6 +288,7 @@ class SimulatedCompletionWorker(SimulatedWorker):
 
     def check(self) -> None:
         self.core.check()
+        self.poison_freed(self.core.pool, self.engine)
         if len(self.core.receiver):
             assert self.core.receiver.deadline() is not None, "I6: a grant without a lease"
 

@@ -1,8 +1,9 @@
 """Every block has exactly one owner, and no generation is given twice (I1, I2)."""
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from state_machines import LONG, LONG_S, SHORT
 from twinpool.engine.block_pool import BlockPool, blocks_for
 
 A, B = ("a", 1), ("b", 1)
@@ -23,6 +24,16 @@ def test_the_lowest_ids_go_first_also_after_a_release() -> None:
     pool.release(A)
     assert pool.extend(B, 4)
     assert second.blocks == [3, 4, 0, 1, 2, 5], "new blocks come at the end of the table"
+
+
+def test_a_second_release_frees_nothing() -> None:
+    """Every exit may release: a block that is free twice would be given to two owners."""
+    pool = BlockPool(4)
+    pool.allocate(A, 3, "granted")
+    for _ in range(2):
+        pool.release(A)
+        assert pool.num_free == 4
+    pool.check()
 
 
 def test_nothing_changes_when_blocks_are_missing() -> None:
@@ -116,6 +127,16 @@ class AnyUse(RuleBasedStateMachine):
         if owner in self.tables:
             self.pool.promote(owner)
 
+    @rule(owner=owners, heir=owners)
+    def adopt(self, owner: tuple[str, int], heir: tuple[str, int]) -> None:
+        if owner in self.tables and heir not in self.tables:
+            holding = self.pool.adopt(heir, owner)
+            assert holding.generation not in self.seen, "a generation was given twice"
+            self.seen.add(holding.generation)
+            self.tables[heir] = self.tables.pop(owner)
+            self.generations[heir] = holding.generation
+            del self.generations[owner]
+
     @rule(owner=owners)
     def release(self, owner: tuple[str, int]) -> None:
         self.pool.release(owner)
@@ -136,8 +157,14 @@ class AnyUse(RuleBasedStateMachine):
             assert (holding.blocks, holding.generation) == (table, self.generations[owner])
 
 
-AnyUse.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AnyUse.TestCase.settings = SHORT
 TestAnyUse = AnyUse.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG_S)
+def test_many_more_lives_of_a_pool() -> None:
+    run_state_machine_as_test(AnyUse, settings=LONG)
 
 
 def test_an_heir_gets_the_blocks_under_a_generation_of_its_own() -> None:

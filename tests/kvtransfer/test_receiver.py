@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from state_machines import LONG, LONG_S, SHORT
 from twinpool.cluster.protocol.messages import PrefillStages, SampledToken
 from twinpool.kvtransfer.frames import Ack, Cancelled, Credit, Done, KVFrame, Reject, extend_digest
 from twinpool.kvtransfer.layout import KVLayout
@@ -440,8 +441,14 @@ class AnyEvents(RuleBasedStateMachine):
             assert stream.written <= stream.due
 
 
-AnyEvents.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+AnyEvents.TestCase.settings = SHORT
 TestAnyEvents = AnyEvents.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG_S)
+def test_many_more_lives_of_a_receiver() -> None:
+    run_state_machine_as_test(AnyEvents, settings=LONG)
 
 
 def test_a_new_attempt_goes_on_where_a_dead_sender_stopped() -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from state_machines import LONG, LONG_S, SHORT
 from twinpool.cluster.protocol.messages import PrefillStages, SampledToken
 from twinpool.kvtransfer.frames import Cancelled, Done, Reject, extend_digest
 from twinpool.kvtransfer.layout import KVLayout
@@ -511,5 +512,11 @@ class AnyEvents(RuleBasedStateMachine):
         assert len(self.ended) == self.num_opened
 
 
-AnyEvents.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+AnyEvents.TestCase.settings = SHORT
 TestAnyEvents = AnyEvents.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG_S)
+def test_many_more_lives_of_a_sender() -> None:
+    run_state_machine_as_test(AnyEvents, settings=LONG)

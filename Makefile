@@ -3,12 +3,12 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup check fmt test browser litellm test-slow test-oldest demo up down clean
+.PHONY: help setup check fmt test browser litellm test-slow planted-bugs test-oldest demo up down clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-SEEDS ?= 5000
+SEEDS ?= 20000
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -62,6 +62,9 @@ ONE_BY_ONE := tests/end_to_end tests/cluster/test_launch.py tests/cluster/test_c
 test-slow: setup browser litellm ## The long suites; SEEDS=N sets how many seeds the simulation runs
 	TWINPOOL_SEEDS=$(SEEDS) $(BIN)/pytest -m slow -n 2 $(ONE_BY_ONE:%=--ignore=%)
 	$(BIN)/pytest -m slow $(ONE_BY_ONE)
+
+planted-bugs: setup ## Plant each bug of tests/planted_bugs in a copy, and see the tests named for it fail; BUGS=NAME
+	$(BIN)/python tests/support/planted_bugs.py $(BUGS)
 
 # The oldest transformers lies beside the pinned one, with the hub client it needs, and goes first on the path.
 OLDEST := $(VENV)/oldest

@@ -149,10 +149,14 @@ class LossyLink(RuleBasedStateMachine):
 
     @rule(name=names)
     def grant_again(self, name: str) -> None:
-        """The router's request was delivered twice, and late: the same key under another generation."""
+        """The router's request is delivered again after the sender's death: the same key, under another generation."""
         key = self.key(name)
-        if key in self.lengths and key not in {*self.receiver.keys(), *self.running}:
-            self._grant(key)
+        if key not in self.lengths or key in self.running:
+            return
+        if key in self.prompts:
+            self._sender_dies()
+        self._execute(self.receiver.cancel(key, False, self.now))
+        self._grant(key)
 
     def _grant(self, key: Key) -> bool:
         holding = self.there.pool.allocate(key, blocks_for(self.lengths[key], 2), "granted")

@@ -1,9 +1,11 @@
 """A real cluster of real processes on loopback, without Ray: what end-to-end tests and benchmarks drive.
 
+With several routers, all serve the same workers; `at` gives the cluster as the clients of one of them see it.
 `LiveCluster` starts the role programs as the launcher does, waits until they are ready, and at the end asserts what
 must hold after every run: all blocks free or cached, nothing running, every process ended by itself.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -35,24 +37,38 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any
 
 
 class LiveCluster:
-    def __init__(self, model_folder: Path, spec: dict[str, Any]) -> None:
+    def __init__(self, model_folder: Path, spec: dict[str, Any], num_routers: int = 1) -> None:
         self.model_folder = model_folder
         self.folder = Path(tempfile.mkdtemp(prefix="twinpool-"))  # short: it holds ipc sockets
-        port = free_port()
-        pools = {pool: _poisoned(spec.get(pool, {})) for pool in ("prompt", "completion")}
-        self.spec = ClusterSpec.model_validate({**spec, **pools, "router": {**spec.get("router", {}), "port": port}})
-        (self.folder / "spec.json").write_text(self.spec.model_dump_json())
-        self.url = f"http://127.0.0.1:{port}"
-        self.model = self.spec.model_name
+        self.router_names = ["router", *(f"router-{i}" for i in range(1, num_routers))]
         self.programs: dict[str, list[str]] = {}  # what python runs in place of a role's module: see faulty_role
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports = [free_port() for _ in self.router_names]
+        for name, port in zip(self.router_names, self._ports, strict=True):
+            pools = {pool: _poisoned(spec.get(pool, {})) for pool in ("prompt", "completion")}
+            whole = {**spec, **pools, "router": {**spec.get("router", {}), "port": port}}
+            (self.folder / f"spec{_tag(name)}.json").write_text(ClusterSpec.model_validate(whole).model_dump_json())
+        self._views = [self, *(copy.copy(self) for _ in self.router_names[1:])]
+        for router, view in enumerate(self._views):
+            view._look_through(router)
+
+    def at(self, router: int) -> "LiveCluster":
+        """Return this same cluster as seen through that router."""
+        return self._views[router]
+
+    def _look_through(self, router: int) -> None:
+        self.router_name = self.router_names[router]
+        tag = _tag(self.router_name)
+        self.spec = ClusterSpec.model_validate_json((self.folder / f"spec{tag}.json").read_text())
+        self.url = f"http://127.0.0.1:{self._ports[router]}"
+        self.model = self.spec.model_name
         self.client = httpx.Client(base_url=self.url, timeout=600.0)  # a slow suite computes for minutes
-        self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(self.folder / "admin.sock")))
+        self._admin = httpx.Client(transport=httpx.HTTPTransport(uds=str(self.folder / f"admin{tag}.sock")))
 
     @property
     def names(self) -> list[str]:
         prompts = [f"prompt-{i}" for i in range(self.spec.prompt.num_workers)]
-        return ["router", *prompts, *(f"completion-{i}" for i in range(self.spec.completion.num_workers))]
+        return [*self.router_names, *prompts, *(f"completion-{i}" for i in range(self.spec.completion.num_workers))]
 
     def __enter__(self) -> "LiveCluster":
         for name in self.names:
@@ -67,8 +83,9 @@ class LiveCluster:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None and self.processes["router"].poll() is None:
-                self.wait_idle()
+            if kind is None:
+                for view in self._running_views():
+                    view.wait_idle()
         finally:
             if kind is not None:
                 sys.stderr.write(self.logs())
@@ -80,10 +97,14 @@ class LiveCluster:
         return self.programs.get(name, ["-m", f"twinpool.{MODULES[name.split('-')[0]]}"])
 
     def arguments(self, name: str) -> list[str]:
+        is_router = name in self.router_names
+        tag = _tag(name) if is_router else ""
+        controls = [f"ipc://{self.folder}/control{_tag(router)}.sock" for router in self.router_names]
         return [
-            *("--spec", str(self.folder / "spec.json"), "--model-folder", str(self.model_folder)),
-            *("--control", f"ipc://{self.folder}/control.sock", "--run-folder", str(self.folder), "--name", name),
-            *(("--admin-socket", str(self.folder / "admin.sock")) if name == "router" else ()),
+            *("--spec", str(self.folder / f"spec{tag}.json"), "--model-folder", str(self.model_folder)),
+            *("--control", f"ipc://{self.folder}/control{tag}.sock" if is_router else ",".join(controls)),
+            *("--run-folder", str(self.folder), "--name", name),
+            *(("--admin-socket", str(self.folder / f"admin{tag}.sock")) if is_router else ()),
         ]
 
     def start(self, name: str) -> None:
@@ -108,7 +129,8 @@ class LiveCluster:
         return next((worker for worker in self.status()["workers"] if worker["name"] == name), None)
 
     def wait_ready(self, timeout_s: float = 100.0) -> None:
-        wait_until(lambda: self.is_ready() and self._has_all_workers(), timeout_s, "ready")
+        for view in self._running_views():
+            wait_until(lambda v=view: v.is_ready() and v._has_all_workers(), timeout_s, f"{view.router_name} ready")
 
     def wait_idle(self, timeout_s: float = 20.0) -> None:
         """Wait until nothing runs and every block is free or cached on every worker, in heartbeats newer than now."""
@@ -144,8 +166,9 @@ class LiveCluster:
     def close(self) -> dict[str, int]:
         """Stop everything and remove the folder; return the exit codes."""
         codes = self.stop()
-        self.client.close()
-        self._admin.close()
+        for view in self._views:
+            view.client.close()
+            view._admin.close()
         shutil.rmtree(self.folder)
         return codes
 
@@ -153,11 +176,12 @@ class LiveCluster:
         return "".join(f"--- {path.name}\n{path.read_text()[-3000:]}\n" for path in sorted(self.folder.glob("*.log")))
 
     def stop(self) -> dict[str, int]:
-        """End every process by SIGTERM, the router first; return the exit codes. One that does not end is killed."""
-        self._ask_to_end(["router"])
-        if "router" in self.processes:
-            _reap(self.processes["router"])
-        self._ask_to_end(self.names[1:])
+        """End every process by SIGTERM, the routers first; return the exit codes. One that does not end is killed."""
+        self._ask_to_end(self.router_names)
+        for name in self.router_names:
+            if name in self.processes:
+                _reap(self.processes[name])
+        self._ask_to_end(self.names[len(self.router_names) :])
         return {name: _reap(process) for name, process in self.processes.items()}
 
     def _ask_to_end(self, names: list[str]) -> None:
@@ -179,7 +203,15 @@ class LiveCluster:
 
     def _has_all_workers(self) -> bool:
         workers = [worker for worker in self.status()["workers"] if worker["load"] is not None]
-        return len(workers) == len(self.names) - 1
+        return len(workers) == len(self.names) - len(self.router_names)
+
+    def _running_views(self) -> list["LiveCluster"]:
+        return [view for view in self._views if self.processes[view.router_name].poll() is None]
+
+
+def _tag(router: str) -> str:
+    """Return what tells this router's files from the first one's."""
+    return router.removeprefix("router")
 
 
 def open_stream(cluster: LiveCluster, receive_bytes: int | None = None, **fields: Any) -> socket.socket:

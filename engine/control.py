@@ -95,7 +95,7 @@ class Control:
     def _taken(self, link: WorkerLink, message: Message) -> Iterator[Message | Orphaned]:
         match message:
             case Refused():
-                log.error("the router at %s refused this worker: %s", link.address, message.reason)
+                log.error("the router refused this worker: %s (at %s)", message.reason, link.address)
                 if all(each.is_refused for each in self._links):
                     self.exit_code = EXIT_REFUSED
                 yield self._ownership.orphan(self._heard)

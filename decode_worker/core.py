@@ -309,7 +309,7 @@ class CompletionCore:
     def _start(self, key: Owner, done: Done, now: float) -> list[CompletionCommand]:
         held = self._held[key]
         sequence = held.sequence
-        held.done, held.last_kv_s, held.expires_at = done, now, now + self.limits.lease_s
+        held.done, held.last_kv_s = done, now  # its lease is the router's to stretch, who may be dead by now
         sequence.num_computed_tokens = len(sequence.token_ids)
         sequence.token_ids.append(done.token.token)
         self.pool.promote(key)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_UNREACHABLE = 1000
 
+NAMED_BY_ZMQ = b"\0"
+
 Deliver = Callable[[WorkerId, Message], None]
 
 
@@ -108,6 +110,8 @@ class RouterLink:
             self._deliver(*received)
 
     def _read(self, identity: bytes, frames: list[bytes]) -> tuple[WorkerId, Message] | None:
+        if identity.startswith(NAMED_BY_ZMQ) and _is_well_formed(frames):
+            return None  # the last that a connection brought whose worker has made a new one
         try:
             worker = WorkerId.parse(identity.decode().removesuffix(HEARTBEAT_SUFFIX))
         except ValueError as error:
@@ -132,3 +136,11 @@ class RouterLink:
     def _count_malformed(self, identity: bytes, error: Exception) -> None:
         self.num_malformed += 1
         log.warning("dropped a message of %r: %s", identity[:64], error)
+
+
+def _is_well_formed(frames: list[bytes]) -> bool:
+    try:
+        decode(frames, FROM_WORKER)
+    except ProtocolError:
+        return False
+    return True

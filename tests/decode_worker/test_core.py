@@ -227,8 +227,8 @@ def test_a_prefilled_transfer_lives_by_its_frames_alone() -> None:
 
 def test_a_sequence_that_is_not_renewed_is_given_up() -> None:
     core = new_core()
-    start(core)  # running since 2.0
-    assert core.deadline() == 7.0
+    start(core)  # granted at 1.0
+    assert core.deadline() == 6.0
     core.on_router(Renew(prefilled=(KEY,)), 4.0)
     assert core.deadline() == 9.0
     assert core.tick(8.9) == []
@@ -434,3 +434,15 @@ def test_messages_about_transfers_that_nobody_granted_leave_no_trace() -> None:
     load = core.load()
     assert (load.num_transfers, load.num_sequences, load.num_free_blocks) == (0, 0, 10)
     assert core.deadline() is None
+
+
+def test_a_sequence_has_what_is_left_of_the_lease_that_the_router_gave_it() -> None:
+    """Regression: a transfer that ended just after its router had died held its blocks for two leases."""
+    core = new_core()
+    core.on_router(request(), 1.0)
+    give(core, frame(), 5.5)
+    give(core, done(), 5.9)
+    assert core.tick(5.95) == []
+    (failed,) = said(core.tick(6.0))
+    assert isinstance(failed, Failed)
+    assert core.pool.num_free == 10

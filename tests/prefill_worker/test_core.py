@@ -45,7 +45,7 @@ def prefill(name: str = "r", length: int = 10, **changes: Any) -> Prefill:
         "sampling": SamplingParams(max_tokens=5, stop_token_ids=(2,)),
         "generation": 7,
         "credit_bytes": 100,
-        "num_cached_tokens": 2,
+        "num_cached_tokens": min(2, length),
         "receiver": D,
         "receiver_addresses": AT_D,
         "token_ids": tuple(range(100, 100 + length)),

@@ -273,6 +273,13 @@ def test_a_worker_that_connects_again_is_heard_although_its_old_connection_is_th
             router.link.send(WorkerId("completion-7", "x"), Introduce())
             assert await asyncio.to_thread(new.poll, 10_000)
             assert decode(new.recv_multipart(), FROM_ROUTER) == Introduce()
+            old.send_multipart(encode(Unknown(requests=(("late", 1),))))  # ZMQ gives that connection a name of its own
+            new.send_multipart(encode(Unknown(requests=(("in time", 1),))))
+            assert await receive(router, Unknown) == (
+                WorkerId("completion-7", "x"),
+                Unknown(requests=(("in time", 1),)),
+            )
+            assert router.link.num_malformed == 0
 
     with_links(address, talk)
 

@@ -207,6 +207,9 @@ def test_a_restarted_worker_replaces_its_old_incarnation() -> None:
         ({"fingerprint": "beef"}, ["fingerprint 'beef'", "'f00d'"]),
         ({"dtype": "float32"}, ["dtype 'float32'", "'bfloat16'"]),
         ({"layout": LAYOUT.model_copy(update={"head_dim": 32})}, ["layout", "'head_dim': 32", "'head_dim': 64"]),
+        ({"layout": LAYOUT.model_copy(update={"num_layers": 29})}, ["layout", "'num_layers': 29", "'num_layers': "]),
+        ({"layout": LAYOUT.model_copy(update={"num_kv_heads": 5})}, ["layout", "'num_kv_heads': 5"]),
+        ({"layout": LAYOUT.model_copy(update={"dtype": "float16"})}, ["layout", "'dtype': 'float16'"]),
     ],
 )
 def test_a_worker_that_does_not_fit_is_told_both_values(changes: dict[str, Any], names: list[str]) -> None:

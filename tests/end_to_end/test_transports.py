@@ -1,9 +1,7 @@
 """KV by other means than ZMQ, with real processes: the same answers, and the same recovery when one of them dies."""
 
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from live_cluster import LiveCluster, wait_until
@@ -12,7 +10,6 @@ from twinpool.engine.fake import expected_tokens
 VOCAB_SIZE = 260  # of the tiny models' tokenizer
 FAKE = {"num_workers": 2, "engine": {"kind": "fake", "num_blocks": 64}}
 GLOO = {"transport": "gloo", "min_frame_bytes": 512}
-GenerateGreedy = Callable[[Path, Sequence[int], int], list[int]]
 
 
 def ask(cluster: LiveCluster, number: int, num_tokens: int) -> None:
@@ -28,42 +25,35 @@ def log_of(cluster: LiveCluster, name: str) -> str:
     return (cluster.folder / f"{name}.log").read_text()
 
 
-@pytest.fixture
-def cluster(tiny_llama: Path) -> Iterator[LiveCluster]:
-    with LiveCluster(tiny_llama, {"prompt": FAKE, "completion": FAKE, "transfer": GLOO}) as cluster:
-        yield cluster
-
-
-@pytest.mark.parametrize("victim", ["completion-0", "prompt-0"])
-def test_over_gloo_a_killed_worker_costs_no_answer(cluster: LiveCluster, victim: str) -> None:
-    """kill -9 in mid-load, on either side of the communicators; the worker comes back and gets new ones."""
-    with ThreadPoolExecutor(16) as pool:
-        futures = [pool.submit(ask, cluster, number, 100) for number in range(16)]
-        wait_until(lambda: cluster.status()["running"] >= 8, 10, "requests that run")
+def kill_in_mid_load(cluster: LiveCluster, victim: str, num_requests: int) -> None:
+    """kill -9 while answers are on their way; all of them are right, and the worker comes back and serves."""
+    with ThreadPoolExecutor(num_requests) as pool:
+        futures = [pool.submit(ask, cluster, number, 60) for number in range(num_requests)]
+        wait_until(lambda: cluster.status()["running"] >= num_requests // 2, 10, "requests that run")
         cluster.kill(victim)
         for future in futures:
-            future.result(timeout=40)
-        cluster.start(victim)
-        cluster.wait_ready()
-        for future in [pool.submit(ask, cluster, number, 20) for number in range(8)]:
-            future.result(timeout=40)
-    for name in ("prompt-0", "prompt-1"):
-        assert "goes by gloo (transfer.transport is gloo)" in log_of(cluster, name)
+            future.result(timeout=60)
+    cluster.start(victim)
+    cluster.wait_ready()
 
 
-def test_over_gloo_a_real_model_is_exact(tiny_llama: Path, generate_greedy: GenerateGreedy) -> None:
-    """Blocks of 16 tokens on one side and of 32 on the other, in chunks."""
-    engine: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_num_batched_tokens": 64}
-    spec = {
-        "router": {"max_queue_wait_s": 600},
-        "prompt": {"engine": {**engine, "block_size": 16}},
-        "completion": {"engine": {**engine, "block_size": 32}},
-        "transfer": GLOO,
-    }
-    prompts = [[(11 * i + n) % 250 + 4 for i in range(n)] for n in (1, 31, 64, 150)]
-    fields = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    with LiveCluster(tiny_llama, spec) as cluster, ThreadPoolExecutor(4) as pool:
-        bodies = list(pool.map(lambda prompt: cluster.complete(prompt, **fields), prompts))
-        assert "goes by gloo" in log_of(cluster, "prompt-0")
-    for prompt, body in zip(prompts, bodies, strict=True):
-        assert body["choices"][0]["token_ids"] == generate_greedy(tiny_llama, prompt, 24)
+def test_over_gloo_a_killed_worker_costs_no_answer(tiny_llama: Path) -> None:
+    """On either side of the communicators; at the end every block is home, as LiveCluster asserts."""
+    with LiveCluster(tiny_llama, {"prompt": FAKE, "completion": FAKE, "transfer": GLOO}) as cluster:
+        for victim in ("completion-0", "prompt-0"):
+            kill_in_mid_load(cluster, victim, 12)
+        with ThreadPoolExecutor(8) as pool:
+            for future in [pool.submit(ask, cluster, number, 20) for number in range(8)]:
+                future.result(timeout=60)
+        for name in ("prompt-0", "prompt-1"):
+            assert "goes by gloo (transfer.transport is gloo)" in log_of(cluster, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["completion-0", "prompt-0"])
+def test_over_gloo_worker_after_worker_is_killed(tiny_llama: Path, victim: str) -> None:
+    """Ten times the same one, under more load: nothing is used up by it."""
+    with LiveCluster(tiny_llama, {"prompt": FAKE, "completion": FAKE, "transfer": GLOO}) as cluster:
+        for _ in range(10):
+            kill_in_mid_load(cluster, victim, 16)

@@ -227,7 +227,6 @@ class Staging:
         self._num_posted_bytes -= sum(_frame(entry).num_bytes for entry in line.entries_in("posted"))
         for entry in line.entries:
             entry.state = "here"
-        line.expires_at = None
         return [] if line.communicator is None else [self._drop(line, reason)]
 
     def _drop(self, line: Line, reason: str) -> Drop:

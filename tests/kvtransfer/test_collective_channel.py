@@ -175,6 +175,23 @@ def test_a_sender_that_hangs_is_not_waited_for(bench: Callable[..., Bench]) -> N
     assert [(each.payload.nbytes, each.is_intact) for each in of_hung] == [(0, False)] * 3
 
 
+def test_a_wait_for_a_payload_ends_when_the_channel_is_closed(context: Context, socket_folder: Path) -> None:
+    """Gloo's own abort wakes nobody; here closing would take 60 s."""
+    both = Bench(context, socket_folder, wait_s=60.0)
+    hangs = both.connect()
+    both.send(hangs, 1)
+    assert both.next_received().is_intact
+    both.send(hangs, 2)
+    socket = hangs.sources[0]
+    assert isinstance(socket, zmq.Socket)
+    assert socket.poll(10_000), "told to go"
+    time.sleep(0.3)  # so that the wait has begun, which nothing tells; without one the test shows nothing, and passes
+    started_s = time.monotonic()
+    both.receiver.close()
+    assert time.monotonic() - started_s < 9.0
+    hangs.close()
+
+
 def test_a_peer_that_sends_by_zmq_alone_is_served_as_well(bench: Callable[..., Bench]) -> None:
     both = bench()
     with closing(ZmqSender(both.context, both.receiver.addresses, MAX_FRAME_BYTES, 5.0)) as sender:
@@ -296,10 +313,11 @@ class TestOpener:
             with closing(self.sender(opener, context, receiver.addresses)) as sender:
                 sender.send(kv_frame(1, b"x"), b"x")
                 deadline_s = time.monotonic() + 15
-                while receiver.receive() is None:
+                while (received := receiver.receive()) is None:
                     assert time.monotonic() < deadline_s
                     sender.receive()
                     time.sleep(0.005)
+                assert received.is_intact, "else nothing was connected"
                 added = listening_addresses() - before
         assert added, "ZMQ's own, at least"
         assert {address.rpartition(":")[0] for address in added} == {"0100007F"}, "127.0.0.1"
@@ -318,11 +336,15 @@ class TestOpener:
                 assert isinstance(third, CollectiveSender)
         assert "KV to peer goes by zmq (1 others use gloo: transfer.max_communicators)" in caplog.messages
 
-    def test_a_connection_that_cannot_be_opened_takes_no_place(self, context: Context) -> None:
+    def test_a_connection_that_cannot_be_opened_takes_no_place(self, context: Context, socket_folder: Path) -> None:
         opener = self.opener(transport="gloo", max_communicators=1)
-        for _ in range(2):
-            with pytest.raises(ConnectionError, match="no way to the peer"):
-                self.sender(opener, context, ["gloo://127.0.0.1"])
+        with pytest.raises(ConnectionError, match="no way to the peer"):
+            self.sender(opener, context, ["gloo://127.0.0.1"])
+        with (
+            closing(self.receiver(opener, context, socket_folder)) as receiver,
+            closing(self.sender(opener, context, receiver.addresses)) as sender,
+        ):
+            assert isinstance(sender, CollectiveSender)
 
     def test_gloo_to_a_peer_without_it_is_refused(self, context: Context) -> None:
         with pytest.raises(ConnectionError, match=r"transfer.transport is 'gloo' here, the peer offers \['tcp'\]"):

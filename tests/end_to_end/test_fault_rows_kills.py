@@ -164,8 +164,8 @@ def test_a_process_that_is_stopped_and_goes_on_costs_no_answer(
 @pytest.mark.parametrize(
     ("fault", "victim"),
     [
-        ("hang in a step", "prompt-0"),
         ("hang in a step", "completion-0"),
+        pytest.param("hang in a step", "prompt-0", marks=pytest.mark.slow),
         pytest.param("hang between steps", "prompt-0", marks=pytest.mark.slow),
         pytest.param("hang between steps", "completion-0", marks=pytest.mark.slow),
     ],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence as AnySequence
 from twinpool.cluster.protocol.messages import GrantRequest, Message, Prefill
 from twinpool.cluster.role import run_role
 from twinpool.engine.block_pool import BlockPool, Owner
-from twinpool.engine.control import Control
+from twinpool.engine.control import Control, Orphaned
 from twinpool.engine.fake import FakeEngine
 from twinpool.engine.sequence import LayerWritten, ScheduledRow, StepOutput
 
@@ -43,7 +43,7 @@ def hang_between_steps() -> None:
     """The loop stands still while it handles a message about such a prompt: the engine is idle, and nothing moves."""
     messages = Control.messages
 
-    def hanging(self: Control) -> Iterator[Message | None]:
+    def hanging(self: Control) -> Iterator[Message | Orphaned]:
         for message in messages(self):
             if isinstance(message, GrantRequest | Prefill) and message.token_ids[:1] == (HANGS_ON,):
                 time.sleep(HANG_S)

@@ -96,14 +96,17 @@ class LiveCluster:
         """Return what python is told to run as `name`."""
         return self.programs.get(name, ["-m", f"twinpool.{MODULES[name.split('-')[0]]}"])
 
+    def control_address(self, name: str) -> str:
+        """Return what a router binds, or where a worker finds all routers."""
+        routers = [name] if name in self.router_names else self.router_names
+        return ",".join(f"ipc://{self.folder}/control{_tag(router)}.sock" for router in routers)
+
     def arguments(self, name: str) -> list[str]:
         is_router = name in self.router_names
         tag = _tag(name) if is_router else ""
-        controls = [f"ipc://{self.folder}/control{_tag(router)}.sock" for router in self.router_names]
         return [
             *("--spec", str(self.folder / f"spec{tag}.json"), "--model-folder", str(self.model_folder)),
-            *("--control", f"ipc://{self.folder}/control{tag}.sock" if is_router else ",".join(controls)),
-            *("--run-folder", str(self.folder), "--name", name),
+            *("--control", self.control_address(name), "--run-folder", str(self.folder), "--name", name),
             *(("--admin-socket", str(self.folder / f"admin{tag}.sock")) if is_router else ()),
         ]
 

@@ -30,12 +30,13 @@ class ProxiedCluster(LiveCluster):
     def proxies(self) -> list[FrameProxy]:
         return [*self.data.values(), *self.control.values()]
 
+    def control_address(self, name: str) -> str:
+        return f"tcp://127.0.0.1:{self._control_port}" if name == "router" else self.control[name].address
+
     def arguments(self, name: str) -> list[str]:
-        if name == "router":
-            return [*super().arguments(name), "--control", f"tcp://127.0.0.1:{self._control_port}"]
-        through = ["--control", self.control[name].address]
-        if name in self.data:
-            through += ["--data-port", str(self._data_ports[name]), "--advertise", self.data[name].address]
+        if name not in self.data:
+            return super().arguments(name)
+        through = ["--data-port", str(self._data_ports[name]), "--advertise", self.data[name].address]
         return [*super().arguments(name), *through]
 
     def counts(self, proxies: Iterable[FrameProxy]) -> Counter[str]:

@@ -47,10 +47,7 @@ def kill_rounds(cluster: ProxiedCluster, victim: str, moments: list[str]) -> lis
         began_s = time.monotonic()
         calm_s = max(answer.seconds for answer in asker.ask_all(IN_FLIGHT))
         for moment in moments:
-            kill = KillAt(cluster, victim, moment)
-            futures = asker.begin(IN_FLIGHT)
-            kill.wait()
-            hit = [future.result(timeout=60) for future in futures]
+            hit = KillAt(cluster, victim, moment).among(lambda: asker.ask_all(IN_FLIGHT))
             added_s = max(answer.seconds for answer in hit) - calm_s
             report(f"killed {victim} at {moment}: {added_s:.1f} s more, {[a.num_attempts for a in hit]} attempts")
             answers += hit
@@ -82,7 +79,10 @@ def test_a_completion_worker_killed_in_mid_stream_costs_no_answer(cluster: Proxi
 
 @pytest.mark.parametrize("num_kills", [pytest.param(1, id="one kill"), pytest.param(10, id="10 kills", marks=slow)])
 def test_a_killed_router_comes_back_to_its_workers(cluster: LiveCluster, num_kills: int) -> None:
-    """R4: 8 in flight; the same workers are back in 3 s, what they held is free within the lease and a second."""
+    """R4: 8 in flight; the same workers are back in 3 s, and what they held is free in time.
+
+    A grant of which no PROMPT worker heard has its lease from the router's death on, and another from its return on.
+    """
     with asker_of(cluster) as asker:
         invariants = Invariants(cluster, asker)
         pids = {name: process.pid for name, process in cluster.processes.items() if name != "router"}
@@ -98,7 +98,7 @@ def test_a_killed_router_comes_back_to_its_workers(cluster: LiveCluster, num_kil
             listening_s = time.monotonic()
             cluster.wait_ready(3.0)
             back_s = time.monotonic() - listening_s
-            cluster.wait_idle(max(LEASE_S + 1 - (time.monotonic() - killed_s), 1.0))
+            cluster.wait_idle(2 * LEASE_S + 1 - (time.monotonic() - killed_s))
             report(
                 f"R4: workers back in {back_s:.1f} s, blocks home {time.monotonic() - killed_s:.1f} s after the kill"
             )

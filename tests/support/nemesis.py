@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import zmtp
 from frame_proxy import FrameProxy
@@ -18,6 +19,7 @@ from proxied_cluster import ProxiedCluster, read_control, read_data
 from twinpool.cluster.protocol.messages import FirstToken, Granted, Message, Prefill, Tokens
 from twinpool.kvtransfer.frames import Done, KVFrame
 
+T = TypeVar("T")
 Watch = Callable[[zmtp.Message], None]
 
 # The states of a transfer at which a PROMPT worker can die, in their order.
@@ -58,12 +60,15 @@ class KillAt:
         for proxy in cluster.data.values():
             proxy.to_target.watch = self._on_data
 
-    def wait(self, timeout_s: float = 20.0) -> float:
-        """Wait until it has happened; return when."""
-        assert self._killed.wait(timeout_s), f"the moment {self._moment!r} of {self._victim} never came"
+    def among(self, ask: Callable[[], list[T]], within_s: float = 60.0) -> list[T]:
+        """Ask until it has happened; return the answers among which it did. A worker that is new is given little."""
+        deadline_s = time.monotonic() + within_s
+        while not self._killed.is_set():
+            assert time.monotonic() < deadline_s, f"the moment {self._moment!r} of {self._victim} never came"
+            answers = ask()
         for proxy in self._cluster.proxies:
             proxy.to_target.watch = proxy.from_target.watch = lambda _: None
-        return self.killed_s
+        return answers
 
     def _on_control(self, name: str) -> Watch:
         def watch(raw: zmtp.Message) -> None:
@@ -100,5 +105,4 @@ class KillAt:
         with self._lock:
             if not self._killed.is_set():
                 self._cluster.kill(self._victim)
-                self.killed_s = time.monotonic()
                 self._killed.set()

@@ -21,10 +21,10 @@ def test_a_worker_of_another_dtype_is_refused_and_says_why(tiny_llama: Path) -> 
     try:
         cluster.start("router")
         cluster.start("prompt-0")
-        wait_until(cluster.is_listening, 30, "the router")
-        wait_until(lambda: cluster.worker("prompt-0"), 30, "the PROMPT worker")
+        wait_until(cluster.is_listening, 100, "the router")
+        wait_until(lambda: cluster.worker("prompt-0"), 100, "the PROMPT worker")
         cluster.start("completion-0")
-        assert cluster.processes["completion-0"].wait(30) == 3
+        assert cluster.processes["completion-0"].wait(100) == 3
         incident = next(i["what"] for i in cluster.status()["incidents"] if i["worker"] == "completion-0")
         log = cluster.logs()
         assert cluster.client.get("/health/ready").status_code == 503

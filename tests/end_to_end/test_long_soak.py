@@ -44,7 +44,7 @@ def kill_and_start(name: str, number: int) -> Fault:
         cluster.kill(name, number)
         cluster.processes[name].wait(20)
         cluster.start(name)
-        wait_until(lambda: cluster.worker(name), 60, f"{name} back")
+        wait_until(lambda: cluster.worker(name), 200, f"{name} back")
 
     return happen
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,11 @@ class Prompt:
             sizes.append(self.layout.frame_bytes(len(command.layers), len(command.tokens)))
             sender.frame_sent(command.key, sizes[-1], 0)
         return tuple(sizes)
+
+    def places(self, frame_bytes: int) -> list[tuple[int, int]]:
+        """Return where each frame begins, and its size, when they lie one behind the other."""
+        sizes = self.frames(frame_bytes)
+        return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
     def block_table(self, seed: int) -> list[int]:
         """Return the blocks in a random order, as a pool that has been in use for long gives them out."""

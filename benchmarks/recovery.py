@@ -215,6 +215,14 @@ def show(faults: Sequence[Fault], answers: Sequence[Answer]) -> None:
     print(f"  for comparison, the median gap between two tokens of a stream: {statistics.median(gaps):.3f} s")
 
 
+def show_losses(answers: Sequence[Answer], num_leaked: int) -> None:
+    failed = [answer for answer in answers if answer.problem]
+    print(f"  {len(answers)} requests, {sum(answer.num_attempts > 1 for answer in answers)} of them hit")
+    print(f"  wrong answers: {sum(answer.is_wrong for answer in answers)}")
+    print(f"  failed requests: {len(failed)}" + "".join(f"\n    {answer.problem}" for answer in failed[:5]))
+    print(f"  leaked blocks: {num_leaked}", flush=True)
+
+
 def recoveries(fault: Fault, answers: Sequence[Answer]) -> list[float]:
     """Return the seconds from the fault until each stream that it hit went on."""
     hit = [x for x in answers if x.began_s < fault.gone_s and x.ended_s > fault.at_s and x.num_attempts > 1]
@@ -250,13 +258,8 @@ def main() -> None:
         os.environ["PYTHONPATH"] = path
         with LiveCluster(folder, spec(given)) as cluster:
             faults, answers = run(cluster, given)
-            leaked = leaked_blocks(cluster)
-    show(faults, answers)
-    failed = [answer for answer in answers if answer.problem]
-    print(f"  {len(faults)} faults, {len(answers)} requests, {sum(a.num_attempts > 1 for a in answers)} of them hit")
-    print(f"  wrong answers: {sum(answer.is_wrong for answer in answers)}")
-    print(f"  failed requests: {len(failed)}" + "".join(f"\n    {answer.problem}" for answer in failed[:5]))
-    print(f"  leaked blocks: {leaked}")
+            show(faults, answers)
+            show_losses(answers, leaked_blocks(cluster))
 
 
 if __name__ == "__main__":

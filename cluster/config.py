@@ -102,9 +102,9 @@ class TransferSpec(Section):
 class LivenessSpec(Section):
     heartbeat_s: float = Field(default=0.5, gt=0)
     suspect_after_s: float = Field(default=2.0, gt=0)
-    gone_after_s: float = Field(default=3.0, gt=0)
+    gone_after_s: float = Field(default=2.8, gt=0)
     stalled_after_s: float = Field(
-        default=3.0, gt=0, description="an engine loop that stands still for this long counts as gone"
+        default=2.4, gt=0, description="an engine loop that stands still for this long counts as gone"
     )
     hung_after_s: float = Field(
         default=15.0, gt=0, description="a worker whose loop stands still for this long ends itself, to be restarted"

@@ -120,7 +120,7 @@ class CompletionCore:
             case KVFrame():
                 commands = self.receiver.frame(message, num_bytes, is_intact, now)
             case Done():
-                commands = self.receiver.done(message, now)
+                commands = self.receiver.done(message)
             case Cancelled():
                 commands = self.receiver.cancelled(message)
             case _:
@@ -358,7 +358,7 @@ class CompletionCore:
         if held is not None and held.done is not None:
             self._forget(key)
             return []
-        return self._apply(self.receiver.cancel(key, sender_is_active, now), now)
+        return self._apply(self.receiver.cancel(key, sender_is_active), now)
 
     def _forget(self, key: Owner) -> None:
         self.scheduler.remove(key)

@@ -71,7 +71,7 @@ class IncomingTransfer:
     next_token: list[int] = field(default_factory=list[int])  # per layer: how far keys and values have arrived
     num_frames: int = 0
     digest: int = 0
-    is_cancelling: bool = False  # only waits for the sender to say that it stopped
+    is_cancelling: bool = False  # only waits for the sender to say that it stopped, no longer than for its next frame
 
 
 class Receiver:
@@ -125,7 +125,7 @@ class Receiver:
         problem = self._problem(transfer, frame, num_bytes, is_intact)
         if problem is not None:
             self.num_dropped_frames += 1
-            return self._fail(transfer, frame, problem, now)
+            return self._fail(transfer, frame, problem)
         for layer in range(frame.layer_start, frame.layer_end):
             transfer.next_token[layer] = frame.token_end
         transfer.num_frames += 1
@@ -137,14 +137,14 @@ class Receiver:
         )
         return [Write(frame.key, frame.generation, layers, tokens), Reply(credit)]
 
-    def done(self, done: Done, now: float) -> list[ReceiverCommand]:
+    def done(self, done: Done) -> list[ReceiverCommand]:
         transfer = self._current(done)
         if transfer is None or transfer.is_cancelling:
             return [] if transfer is not None else [self._reject(done, "unknown transfer or old generation")]
         missing = sum(transfer.num_tokens - token for token in transfer.next_token)
         if missing or done.num_frames != transfer.num_frames or done.digest != transfer.digest:
             problem = f"{transfer.num_frames} of {done.num_frames} frames came, {missing} rows are missing"
-            return self._fail(transfer, done, problem, now)
+            return self._fail(transfer, done, problem)
         del self._transfers[done.key]
         ack = Ack(request_id=done.request_id, attempt=done.attempt, generation=done.generation)
         return [Reply(ack), Complete(done.key, done)]
@@ -157,14 +157,14 @@ class Receiver:
         is_expected = transfer.is_cancelling or message.is_finished
         return self._release(transfer, None if is_expected else "the PROMPT worker stopped sending")
 
-    def cancel(self, key: Key, sender_is_active: bool, now: float) -> list[ReceiverCommand]:
+    def cancel(self, key: Key, sender_is_active: bool) -> list[ReceiverCommand]:
         """The router gave the transfer up. An unknown key is fine."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return []
         if not sender_is_active:
             return self._release(transfer, None)
-        self._start_cancelling(transfer, now)
+        transfer.is_cancelling = True
         return []
 
     def expire(self, now: float) -> list[ReceiverCommand]:
@@ -194,14 +194,9 @@ class Receiver:
             return f"{num_bytes} bytes came where {due} were due"
         return None if is_intact else "the checksum is wrong"
 
-    def _fail(self, transfer: IncomingTransfer, message: DataMessage, reason: str, now: float) -> list[ReceiverCommand]:
-        self._start_cancelling(transfer, now)
+    def _fail(self, transfer: IncomingTransfer, message: DataMessage, reason: str) -> list[ReceiverCommand]:
+        transfer.is_cancelling = True
         return [self._reject(message, reason), TransferFailed(transfer.key, reason)]
-
-    def _start_cancelling(self, transfer: IncomingTransfer, now: float) -> None:
-        if not transfer.is_cancelling:
-            transfer.is_cancelling = True
-            transfer.expires_at = now + self._lease_s
 
     def _release(self, transfer: IncomingTransfer, failure: str | None) -> list[ReceiverCommand]:
         del self._transfers[transfer.key]

@@ -300,6 +300,7 @@ class Dispatcher:
         if not message.is_retryable:
             code = "too_long" if message.is_too_long else "grammar_failed"
             return self._fail(lifecycle, code, f"The request cannot be served: {message.reason}.", now)
+        lifecycle.note_failed_pair()
         return self._lose(lifecycle, message.reason, now)
 
     def _unknown(self, worker: WorkerId, key: tuple[str, int], now: float) -> list[RouterCommand]:
@@ -396,9 +397,8 @@ class Dispatcher:
             if now >= lifecycle.deadline_s:
                 commands += self._expire(lifecycle, now)
                 continue
-            pair = self._placement.place_next(
-                lifecycle.num_tokens, now, lifecycle.kept.worker if lifecycle.kept else None
-            )
+            keeper = lifecycle.kept.worker if lifecycle.kept is not None else None
+            pair = self._placement.place_next(lifecycle.num_tokens, now, keeper, lifecycle.failed_pairs)
             if pair is None:
                 break
             num_drained += self._tickets[request_id].cost if lifecycle.attempt == 0 else 0

@@ -93,6 +93,7 @@ class Lifecycle:
         self.prompt_worker: WorkerId | None = None
         self.completion_worker: WorkerId | None = None
         self.kept: Kept | None = None  # set only while queued
+        self.failed_pairs: set[tuple[WorkerId, WorkerId]] = set()  # where an attempt failed and nobody died
         self.outputs: list[SampledToken] = []
         self.num_failures = 0
         self.num_preemptions = 0
@@ -280,6 +281,11 @@ class Lifecycle:
     def depends_on(self, worker: WorkerId) -> bool:
         """True when the death of `worker` ends this attempt; a PROMPT worker may have KV to send after its report."""
         return worker in self.holders() or (self._may_be_sending and worker == self.prompt_worker)
+
+    def note_failed_pair(self) -> None:
+        """The present attempt failed although nobody died: perhaps these two cannot reach each other."""
+        if self.prompt_worker is not None and self.completion_worker is not None:
+            self.failed_pairs.add((self.prompt_worker, self.completion_worker))
 
     def can_keep_kv(self, lost: WorkerId | None) -> bool:
         """True when `lost` is the PROMPT worker, and the COMPLETION worker may have got something from it."""

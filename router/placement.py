@@ -10,7 +10,7 @@ messages.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from ..cluster.costs import CostModel
@@ -131,6 +131,9 @@ def shares(views: Iterable[PromptView] | Iterable[CompletionView], now: float) -
     return {worker: share / most for worker, share in ramped.items()}
 
 
+Pairs = Set[tuple[WorkerId, WorkerId]]
+
+
 class Placement:
     def __init__(self) -> None:
         self.queue = FairQueue()
@@ -196,13 +199,13 @@ class Placement:
         return ticket.request_id if ticket is not None else None
 
     def place_next(
-        self, num_tokens: int, now: float, keeper: WorkerId | None = None
+        self, num_tokens: int, now: float, keeper: WorkerId | None = None, failed: Pairs = frozenset()
     ) -> tuple[WorkerId, WorkerId] | None:
         """Charge a pair with the next request, of `num_tokens`; None, and it stays queued, when no pair has room.
 
-        `keeper` has blocks for it already.
+        `keeper` has blocks for it already; the `failed` pairs get it only when there is no other with room.
         """
-        pair = self._choose_pair(num_tokens, now, keeper)
+        pair = self._choose_pair(num_tokens, now, keeper, failed)
         if pair is None:
             return None
         prompt, completion = pair
@@ -264,24 +267,31 @@ class Placement:
             view.num_free_blocks = num_free_blocks
 
     def _choose_pair(
-        self, num_tokens: int, now: float, keeper: WorkerId | None
+        self, num_tokens: int, now: float, keeper: WorkerId | None, failed: Pairs
     ) -> tuple[PromptView, CompletionView] | None:
         trusted = [view for view in self._prompts.values() if view.worker not in self.suspects]
         ahead_s = self._ahead_s if self.queue.is_shared(now) else None
-        prompts = [view for view in trusted if view.has_room(now, ahead_s)]
+        prompts = self._by_burden([view for view in trusted if view.has_room(now, ahead_s)], num_tokens, now)
         is_kept = keeper is not None and keeper in self._completions and keeper not in self.suspects
-        completion = self._completions[keeper] if keeper and is_kept else self._completion_view(num_tokens, now)
-        if not prompts or completion is None:
-            return None
-        share = shares(prompts, now)
-        prompt = min(prompts, key=lambda v: (v.burden_s(num_tokens, share[v.worker]), v.turn, v.worker))
-        return prompt, completion
+        kept = [self._completions[keeper]] if keeper is not None and is_kept else None
+        completions = kept or self._able_completions(num_tokens, now)
+        pairs = [(prompt, completion) for completion in completions for prompt in prompts]
+        untried = [pair for pair in pairs if (pair[0].worker, pair[1].worker) not in failed] if failed else pairs
+        return next(iter(untried or pairs), None)
 
-    def _completion_view(self, num_tokens: int, now: float) -> CompletionView | None:
+    def _by_burden(self, prompts: list[PromptView], num_tokens: int, now: float) -> list[PromptView]:
+        share = shares(prompts, now)
+        return sorted(prompts, key=lambda v: (v.burden_s(num_tokens, share[v.worker]), v.turn, v.worker))
+
+    def _able_completions(self, num_tokens: int, now: float) -> list[CompletionView]:
+        """Return those with room, the best first."""
         trusted = [view for view in self._completions.values() if view.worker not in self.suspects]
         able = [view for view in trusted if view.has_room(num_tokens, now)]
         share = shares(able, now)
-        return min(able, key=lambda v: (v.burden(share[v.worker]), -v.num_free_blocks, v.turn, v.worker), default=None)
+        return sorted(able, key=lambda v: (v.burden(share[v.worker]), -v.num_free_blocks, v.turn, v.worker))
+
+    def _completion_view(self, num_tokens: int, now: float) -> CompletionView | None:
+        return next(iter(self._able_completions(num_tokens, now)), None)
 
     def _charge(self, completion: CompletionView, request_id: str, num_tokens: int) -> None:
         self._num_turns += 1

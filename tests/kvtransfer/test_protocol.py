@@ -155,7 +155,7 @@ class LossyLink(RuleBasedStateMachine):
             return
         if key in self.prompts:
             self._sender_dies()
-        self._execute(self.receiver.cancel(key, False, self.now))
+        self._execute(self.receiver.cancel(key, False))
         self._grant(key)
 
     def _grant(self, key: Key) -> bool:
@@ -309,7 +309,7 @@ class LossyLink(RuleBasedStateMachine):
         if what in ("here", "both"):
             self.sender.abort(key, "cancelled")
         if what in ("there", "both"):  # of a dead sender alone the router knows that it sends no more
-            self._execute(self.receiver.cancel(key, key in self.prompts, self.now))
+            self._execute(self.receiver.cancel(key, key in self.prompts))
         if what == "sender dies":
             self._sender_dies()
         if what == "receiver is said to be dead":
@@ -350,7 +350,7 @@ class LossyLink(RuleBasedStateMachine):
                 is_written = any(isinstance(command, Write) for command in commands)
                 assert is_written == (self.receiver.num_dropped_frames == num_dropped), "written or counted as dropped"
             case Done():
-                commands = self.receiver.done(message, self.now)
+                commands = self.receiver.done(message)
             case Cancelled():
                 commands = self.receiver.cancelled(message)
             case _:

@@ -187,7 +187,7 @@ def test_a_suspect_worker_gets_nothing_new() -> None:
     for step in range(1, 26):
         core.tick(step * 0.1)
         for worker in (P, other):
-            core.on_message(worker, beat(), step * 0.1)
+            core.on_message(worker, beat(progress=step), step * 0.1)
     core.tick(2.6)
     silent = core.membership.get(D)
     assert silent is not None

@@ -141,6 +141,23 @@ def test_a_transfer_that_fails_when_the_second_token_is_known_means_nothing() ->
     assert router.gets(P0, failed_transfer()) == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "completions", "expected"),
+    [((P0,), (D0, D1), (P0, D1)), ((P0, P1), (D0,), (P1, D0)), ((P0,), (D0,), (P0, D0))],
+)
+def test_an_attempt_that_failed_on_a_pair_is_not_given_to_the_same_pair_again(
+    prompts: tuple[WorkerId, ...], completions: tuple[WorkerId, ...], expected: tuple[WorkerId, WorkerId]
+) -> None:
+    """The two may not reach each other, though the router reaches both. Where there is no other pair it is tried."""
+    router = Router(prompts, completions)
+    router.submit("a")
+    router.grant("a")
+    sent = router.gets(P0, failed_transfer())
+    ((_, completion, _),) = asked(sent)
+    ((prompt, _),) = router.grant("a", completion, attempt=2)
+    assert (prompt, completion) == expected
+
+
 def test_a_request_fails_when_its_prompt_workers_die_again_and_again() -> None:
     router = Router((P0, P1))
     reached(router, "prefilling")

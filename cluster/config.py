@@ -99,6 +99,12 @@ class TransferSpec(Section):
     min_frame_bytes: int = Field(default=256 << 10, ge=1, description="short prompts join layers up to this size")
 
 
+class SecuritySpec(Section):
+    keys_folder: str | None = Field(
+        default=None, description="folder by `twinpool keys`: with it the workers' sockets are encrypted and closed"
+    )
+
+
 class LivenessSpec(Section):
     heartbeat_s: float = Field(default=0.5, gt=0)
     suspect_after_s: float = Field(default=2.0, gt=0)
@@ -133,6 +139,7 @@ class ClusterSpec(Section):
     router: RouterSpec = RouterSpec()
     transfer: TransferSpec = TransferSpec()
     liveness: LivenessSpec = LivenessSpec()
+    security: SecuritySpec = SecuritySpec()
 
     @property
     def model_name(self) -> str:

@@ -24,12 +24,14 @@ from typing import NoReturn
 from .config import ClusterSpec, load_spec
 from .log_lines import set_up_logging
 from .protocol.errors import ConfigError, TwinpoolError
+from .protocol.keys import KeyRing, load_keys
 
 EXIT_CONFIG = 2
 EXIT_REFUSED = 3
 EXIT_HUNG = 4
 EXIT_STUCK = 5
 PR_SET_PDEATHSIG = 1
+ANY_HOST = ("0.0.0.0", "*")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class RoleArguments:
     run_folder: Path
     admin_socket: Path | None
     data_port: int = 0
+    data_host: str = "127.0.0.1"
     advertise: str | None = None
+    keys: KeyRing | None = None
 
 
 def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArguments:
@@ -58,7 +62,9 @@ def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArg
     parser.add_argument("--name", default=program, help="stable name of this process, e.g. prompt-0")
     parser.add_argument("--run-folder", type=Path, default=Path("."), help="folder for this run's ipc sockets")
     parser.add_argument("--data-port", type=int, default=0, help="COMPLETION only: TCP port for KV; default: any free")
+    parser.add_argument("--data-host", default="127.0.0.1", help="COMPLETION only: where KV is listened for")
     parser.add_argument("--advertise", help="COMPLETION only: where it is reached, if elsewhere: tcp://HOST:PORT")
+    parser.add_argument("--keys", type=Path, help="folder by `twinpool keys`, instead of the spec's")
     parser.add_argument("--admin-socket", type=Path, help="router only: unix socket of the admin endpoint")
     parser.add_argument("--parent-fd", type=int, help="inherited pipe; this process exits when it closes")
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
@@ -74,6 +80,10 @@ def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArg
         )
     if given.advertise is not None and not given.advertise.startswith("tcp://"):
         raise ConfigError(f"--advertise {given.advertise} is not of the form tcp://HOST:PORT")
+    if given.data_host in ANY_HOST and given.advertise is None:
+        raise ConfigError(
+            f"--data-host {given.data_host} is no address that others can be told", hint="--advertise tcp://HOST:PORT"
+        )
     return RoleArguments(
         spec,
         given.model_folder,
@@ -82,7 +92,9 @@ def parse_role_arguments(program: str, argv: list[str] | None = None) -> RoleArg
         given.run_folder,
         given.admin_socket,
         given.data_port,
+        given.data_host,
         given.advertise,
+        _keys(spec, given.keys, given.name),
     )
 
 
@@ -96,6 +108,11 @@ def _control_addresses(program: str, given: list[str]) -> tuple[str, ...]:
             hint="start another router for each, and give all their addresses to the workers",
         )
     return addresses
+
+
+def _keys(spec: ClusterSpec, flag: Path | None, name: str) -> KeyRing | None:
+    folder = spec.security.keys_folder if flag is None else flag
+    return None if folder is None else load_keys(Path(folder).expanduser(), name)
 
 
 def exit_with_parent(parent_fd: int) -> None:

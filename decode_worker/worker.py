@@ -52,7 +52,15 @@ class CompletionWorker:
         ipc_path = arguments.run_folder / f"{arguments.name}-{os.getpid()}.kv"
         opener = ChannelOpener(spec.transfer, spec.liveness, engine.device_name, end_stuck_process)
         self._receiver = opener.open_receiver(
-            partial(ZmqReceiver, self._context, ipc_path, spec.transfer.max_frame_bytes, tcp_port=arguments.data_port)
+            partial(
+                ZmqReceiver,
+                self._context,
+                ipc_path,
+                spec.transfer.max_frame_bytes,
+                arguments.data_host,
+                arguments.data_port,
+                arguments.keys,
+            )
         )
         self._credits = HeldCredits()
         self._ipc_path = ipc_path

@@ -46,7 +46,9 @@ class Control:
         self._ownership = Ownership()
         self._heard = 0  # the router whose message is being handled
         self._links = [
-            WorkerLink(context, address, greeting, arguments.name, arguments.spec.liveness, self._heartbeat)
+            WorkerLink(
+                context, address, greeting, arguments.name, arguments.spec.liveness, self._heartbeat, arguments.keys
+            )
             for address in arguments.control
         ]
         signal.signal(signal.SIGTERM, self._on_signal)

@@ -2,6 +2,7 @@
 
 One ordered connection a pair; always two parts, header and payload. Same-host peers use ipc, others tcp. Large payloads
 are lent to ZMQ, not copied (pyzmq does so from 64 KiB on): every payload is a fresh buffer, so nobody writes into it.
+With keys both ends know each other: the receiver lets PROMPT workers in, a sender speaks to that receiver only.
 """
 
 import logging
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import zmq
 
+from ..cluster.protocol.curve import Gate, is_local, use_curve
 from ..cluster.protocol.errors import ConfigError, ProtocolError
+from ..cluster.protocol.keys import KeyRing, PeerKeys
 from ..cluster.protocol.messages import Message
+from ..cluster.protocol.parts import receive_parts
 from .frames import (
     FROM_RECEIVER,
     FROM_SENDER,
@@ -26,6 +30,8 @@ from .frames import (
 log = logging.getLogger(__name__)
 
 HIGH_WATER_MESSAGES = 64
+MAX_PARTS = 3  # identity, header, payload
+HANDSHAKE_S = 2.0
 
 
 class ZmqReceiver:
@@ -36,21 +42,31 @@ class ZmqReceiver:
         max_frame_bytes: int,
         tcp_host: str = "127.0.0.1",
         tcp_port: int = 0,
+        keys: KeyRing | None = None,
         kinds: Mapping[str, type[Message]] = FROM_SENDER,
     ) -> None:
         """Bind both addresses; `tcp_port` 0 is any free one. Raises ConfigError when one of them is no good.
 
         Messages that are not of `kinds` are dropped.
         """
+        if keys is None and not is_local(f"tcp://{tcp_host}:"):
+            raise ConfigError(
+                f"--data-host {tcp_host} is not loopback",
+                hint="other machines may connect only with keys: `twinpool keys FOLDER`, then --keys FOLDER",
+            )
         self._kinds = kinds
         self.num_malformed = 0
         self.socket = context.socket(zmq.ROUTER)
         _set_common_options(self.socket, max_frame_bytes)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+        self._gate: Gate | None = None
+        if keys is not None:
+            self._gate = Gate(context, keys.admitted("prompt"))
+            self._gate.guard(self.socket, keys.own)
         try:
             self.socket.bind(f"ipc://{ipc_path}")
         except zmq.ZMQError as error:
-            self.socket.close()
+            self.close()
             raise ConfigError(
                 f"cannot open the data socket {ipc_path}: {error}",
                 hint="--run-folder must be a folder that can be written, with a path well below 100 characters",
@@ -58,7 +74,7 @@ class ZmqReceiver:
         try:
             self.socket.bind(f"tcp://{tcp_host}:{tcp_port or '*'}")
         except zmq.ZMQError as error:
-            self.socket.close()
+            self.close()
             raise ConfigError(f"cannot open the data socket tcp://{tcp_host}:{tcp_port}: {error}") from error
         self.addresses = (f"ipc://{ipc_path}", self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
@@ -67,10 +83,15 @@ class ZmqReceiver:
         return (self.socket,)
 
     def receive(self) -> Received | None:
-        """Return the next well-formed message, or None when there is none now."""
+        """Return the next well-formed message, or None when there is none now.
+
+        Raises RuntimeError when keys can no longer be checked.
+        """
+        if self._gate is not None:
+            self._gate.check()
         while True:
             try:
-                parts = self.socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
+                parts = receive_parts(self.socket, MAX_PARTS)
             except zmq.Again:
                 return None
             received = self._parse(parts)
@@ -87,10 +108,12 @@ class ZmqReceiver:
 
     def close(self) -> None:
         self.socket.close(linger=0)
+        if self._gate is not None:
+            self._gate.close()
 
     def _parse(self, parts: Sequence[zmq.Frame]) -> Received | None:
-        if len(parts) != 3:
-            log.warning("dropped a data message of %d parts", len(parts))
+        if len(parts) != MAX_PARTS:
+            log.warning("dropped a data message that has not %d parts", MAX_PARTS)
             return None
         peer, header, payload = parts
         try:
@@ -111,8 +134,10 @@ class ZmqSender:
         addresses: Sequence[str],
         max_frame_bytes: int,
         send_timeout_s: float,
+        peer: PeerKeys | None = None,
         kinds: Mapping[str, type[Message]] = FROM_RECEIVER,
     ) -> None:
+        """Connect; with keys, wait until both ends have seen that they may speak to each other."""
         self._kinds = kinds
         self.address = choose_address(addresses)
         self.socket = context.socket(zmq.DEALER)
@@ -121,10 +146,13 @@ class ZmqSender:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.SNDTIMEO, int(send_timeout_s * 1000))
         try:
-            self.socket.connect(self.address)
+            self._connect(peer)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectionError(f"cannot connect to {self.address}: {error}") from error
+        except ConnectionError:
+            self.close()
+            raise
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes]]:
@@ -152,6 +180,31 @@ class ZmqSender:
 
     def close(self, linger_s: float = 0.0) -> None:
         self.socket.close(linger=int(linger_s * 1000))
+
+    def _connect(self, peer: PeerKeys | None) -> None:
+        if peer is None:
+            if not is_local(self.address):
+                raise ConnectionError(f"{self.address} is on another machine, which takes keys")
+            self.socket.connect(self.address)
+            return
+        for key in peer.allowed:
+            use_curve(self.socket, peer.own, key)
+            if self._shakes_hands():
+                return
+        raise ConnectionError(
+            f"{self.address} and this worker do not know each other's keys, or nobody is there; "
+            f"tried {len(peer.allowed)} allowed keys"
+        )
+
+    def _shakes_hands(self) -> bool:
+        """Connect, and return whether that came to anything; if not, be as if nothing was."""
+        with self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            self.socket.connect(self.address)
+            is_answered = bool(monitor.poll(int(HANDSHAKE_S * 1000)))
+            self.socket.disable_monitor()
+        if not is_answered:
+            self.socket.disconnect(self.address)
+        return is_answered
 
 
 def choose_address(addresses: Sequence[str]) -> str:

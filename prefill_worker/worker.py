@@ -43,6 +43,7 @@ class PromptWorker:
     def __init__(self, arguments: RoleArguments, engine: Engine) -> None:
         spec = arguments.spec
         self._transfer = spec.transfer
+        self._keys = arguments.keys
         self._lease_s = spec.liveness.lease_s
         self._engine = engine
         self._core = PromptCore(
@@ -163,10 +164,11 @@ class PromptWorker:
         """Return the thread that sends to this grant's holder; the first transfer to a peer starts it."""
         peer = prefill.receiver_addresses
         if peer not in self._senders:
+            keys = None if self._keys is None else self._keys.towards(prefill.receiver.partition("/")[0])
             self._senders[peer] = SenderThread(
                 partial(
                     self._opener.open_sender,
-                    partial(ZmqSender, self._context, peer, self._transfer.max_frame_bytes, self._lease_s),
+                    partial(ZmqSender, self._context, peer, self._transfer.max_frame_bytes, self._lease_s, keys),
                     peer,
                     prefill.receiver,
                 ),

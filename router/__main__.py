@@ -41,7 +41,7 @@ async def serve(arguments: RoleArguments) -> int:
     spec = arguments.spec
     keys = keys_for(spec.router, os.environ)
     tokenizer = ChatTokenizer.load(arguments.model_folder, _chat_settings(spec))
-    service = RouterService(spec, arguments.control[0])
+    service = RouterService(spec, arguments.control[0], arguments.keys)
     door = Door(keys, read_limit_s=spec.router.request_read_s)
     traces = connect_traces(spec.router.otlp_endpoint) if spec.router.otlp_endpoint is not None else None
     app = create_app(service, tokenizer, spec.model_name, spec.router.keep_alive_s, door, traces)

@@ -1,7 +1,8 @@
 """The router's control socket: one ROUTER that all workers connect to. The workers' twin is cluster/protocol/link.py.
 
-Knows messages and sockets, not what they mean. A malformed message is counted and dropped; it never raises into the
-loop.
+With keys only workers whose key is allowed get in, and each speaks for itself: the key that the gate saw must be one of
+the name that a message comes under, and of the role in its Hello. Knows messages and sockets, not what they mean. A
+malformed message is counted and dropped; it never raises into the loop.
 """
 
 import asyncio
@@ -12,13 +13,17 @@ from typing import cast
 import zmq
 
 from ..cluster.protocol.codec import FROM_WORKER, MAX_BODY_BYTES, decode, encode
+from ..cluster.protocol.curve import Gate, holder_of, is_local
 from ..cluster.protocol.errors import ConfigError, ProtocolError, VersionError
 from ..cluster.protocol.identity import WorkerId
+from ..cluster.protocol.keys import KeyRing, role_of
 from ..cluster.protocol.link import HEARTBEAT_SUFFIX
-from ..cluster.protocol.messages import Message, Refused
+from ..cluster.protocol.messages import Hello, Message, Refused
+from ..cluster.protocol.parts import receive_parts
 
 log = logging.getLogger(__name__)
 
+MAX_PARTS = 3  # identity, body, tokens
 MAX_UNREACHABLE = 1000
 
 NAMED_BY_ZMQ = b"\0"
@@ -26,14 +31,19 @@ NAMED_BY_ZMQ = b"\0"
 Deliver = Callable[[WorkerId, Message], None]
 
 
+class ImpostorError(ProtocolError):
+    """A worker speaks under a name or a role that its key does not bear."""
+
+
 class RouterLink:
-    def __init__(self, address: str) -> None:
-        """Bind `address`. Raises ConfigError when that is impossible, or would be open to other machines."""
-        if not address.startswith(("ipc://", "tcp://127.0.0.1:", "inproc://")):
+    def __init__(self, address: str, keys: KeyRing | None = None) -> None:
+        """Bind `address`. Raises ConfigError when that is impossible, or would be open to machines without a key."""
+        if keys is None and not is_local(address):
             raise ConfigError(
                 f"--control {address} is not a loopback or ipc address",
-                hint="other machines may connect only with keys, which this version does not have",
+                hint="other machines may connect only with keys: `twinpool keys FOLDER`, then --keys FOLDER",
             )
+        self._keys = keys
         self.num_malformed = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None
@@ -50,10 +60,15 @@ class RouterLink:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+        self._gate: Gate | None = None
+        if keys is not None:
+            self._gate = Gate(self._context, keys.admitted("prompt", "completion"))
+            self._gate.guard(self._socket, keys.own)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
+            self.close()
             raise ConfigError(f"cannot bind the control socket {address}: {error}") from error
 
     def listen(self, deliver: Deliver) -> None:
@@ -80,6 +95,11 @@ class RouterLink:
             has_lost = True
         return has_lost
 
+    def check(self) -> None:
+        """Raise RuntimeError when keys can no longer be checked."""
+        if self._gate is not None:
+            self._gate.check()
+
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._socket.FD)
@@ -87,6 +107,8 @@ class RouterLink:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
 
     def _look_soon(self) -> None:
@@ -101,29 +123,49 @@ class RouterLink:
         if self._deliver is None:
             return  # closed meanwhile
         try:
-            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            parts = receive_parts(self._socket, MAX_PARTS)
         except zmq.Again:
             return
         self._look_soon()
-        received = self._read(identity, frames)
+        received = self._read(parts)
         if received is not None:
             self._deliver(*received)
 
-    def _read(self, identity: bytes, frames: list[bytes]) -> tuple[WorkerId, Message] | None:
+    def _read(self, parts: list[zmq.Frame]) -> tuple[WorkerId, Message] | None:
+        identity, *frames = (part.bytes for part in parts)
         if identity.startswith(NAMED_BY_ZMQ) and _is_well_formed(frames):
             return None  # the last that a connection brought whose worker has made a new one
         try:
             worker = WorkerId.parse(identity.decode().removesuffix(HEARTBEAT_SUFFIX))
-        except ValueError as error:
+            self._check_name(worker, parts[-1])
+            message = decode(frames, FROM_WORKER)
+            self._check_role(worker, message)
+            return worker, message
+        except ImpostorError as error:
+            self._refuse(identity, str(error))
             self._count_malformed(identity, error)
-            return None
-        try:
-            return worker, decode(frames, FROM_WORKER)
         except ProtocolError as error:
             self._count_malformed(identity, error)
             if isinstance(error, VersionError):
-                self.send(worker, Refused(reason=f"this worker speaks {error}"))
-            return None
+                self._refuse(identity, f"this worker speaks {error}")
+        except ValueError as error:
+            self._count_malformed(identity, error)
+        return None
+
+    def _check_name(self, worker: WorkerId, part: zmq.Frame) -> None:
+        if self._keys is not None and not self._keys.speaks_for(holder_of(part), worker.name):
+            raise ImpostorError(f"the key of {holder_of(part)} does not speak for {worker.name[:64]!r}")
+
+    def _check_role(self, worker: WorkerId, message: Message) -> None:
+        if self._keys is not None and isinstance(message, Hello) and message.role.lower() != role_of(worker.name):
+            raise ImpostorError(f"{worker.name} says that it is a {message.role} worker")
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        """Answer on the very connection that the message came over: whose name it bears may be somebody else."""
+        try:
+            self._socket.send_multipart([identity, *encode(Refused(reason=reason))], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.info("Refused for %r not sent: %s", identity[:64], error)
 
     def _note_unsent(self, worker: WorkerId, message: Message, error: zmq.ZMQError) -> None:
         """Log it once for each incarnation: a dead one's backlog is answered message by message."""

@@ -16,6 +16,7 @@ from ..cluster.config import ClusterSpec
 from ..cluster.cost_profile import load_profile
 from ..cluster.membership import Member
 from ..cluster.protocol.identity import WorkerId, new_incarnation, new_request_id
+from ..cluster.protocol.keys import KeyRing
 from ..cluster.protocol.messages import Message
 from ..kvtransfer.layout import KVLayout
 from .core import CoreCommand, RouterCore
@@ -34,11 +35,11 @@ DISPATCH_S = 0.02
 class RouterService:
     """Implements router.generation.Backend, and router.probe_routes.ProbeBackend."""
 
-    def __init__(self, spec: ClusterSpec, control: str) -> None:
+    def __init__(self, spec: ClusterSpec, control: str, keys: KeyRing | None = None) -> None:
         costs = load_profile(Path(spec.router.costs)) if spec.router.costs is not None else None
         self._core = RouterCore(spec, new_incarnation(), costs)
         self._engines = {"PROMPT": spec.prompt.engine.kind, "COMPLETION": spec.completion.engine.kind}
-        self._link = RouterLink(control)
+        self._link = RouterLink(control, keys)
         self._readers: dict[str, Deliver] = {}
         self._answers: dict[str, asyncio.Future[ProbeResult]] = {}
         self._limits = {
@@ -158,6 +159,7 @@ class RouterService:
             self._loop_lag.note(now - due_s, now)
             if self._link.has_lost_connection():
                 self._core.connection_lost(now)
+            self._link.check()
             self._execute(self._core.tick(now))
 
     def _execute(self, commands: Sequence[CoreCommand]) -> None:

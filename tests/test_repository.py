@@ -70,7 +70,7 @@ SHOWS_THE_TIME = {
     "router/otlp.py": "when a span began",
 }
 
-LINKS_AND_CHANNELS = r"router/link\.py|cluster/protocol/link\.py|kvtransfer/\w*channel\w*\.py"
+LINKS_AND_CHANNELS = r"router/link\.py|cluster/protocol/(link|curve)\.py|kvtransfer/\w*channel\w*\.py"
 MAY_OPEN = {
     "zmq context": re.compile(LINKS_AND_CHANNELS + r"|(prefill|decode)_worker/worker\.py"),  # one a process, shared
     "zmq socket": re.compile(LINKS_AND_CHANNELS),

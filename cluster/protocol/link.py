@@ -13,12 +13,16 @@ import zmq
 
 from ..config import LivenessSpec
 from .codec import FROM_ROUTER, MAX_TOKEN_FRAME_BYTES, decode, encode
-from .errors import ProtocolError, VersionError
+from .curve import is_local, use_curve
+from .errors import ConfigError, ProtocolError, VersionError
 from .identity import WorkerId, new_incarnation
+from .keys import KeyRing
 from .messages import Heartbeat, Hello, Introduce, Message, Refused, Welcome
+from .parts import receive_parts
 
 log = logging.getLogger(__name__)
 
+MAX_PARTS = 2  # body, tokens
 HELLO_AGAIN_S = 2.0
 REFUSED_AGAIN_S = 30.0  # another router may have come in the place of the one that refused us
 HEARTBEAT_SUFFIX = "/heartbeat"
@@ -35,7 +39,18 @@ class WorkerLink:
         name: str,
         liveness: LivenessSpec,
         beat: Callable[[], Heartbeat],
+        keys: KeyRing | None = None,
     ) -> None:
+        """Connect. Raises ConfigError when the router is on another machine and there are no keys."""
+        if keys is None and not is_local(address):
+            raise ConfigError(
+                f"--control {address} is on another machine",
+                hint="which may be spoken to only with keys: `twinpool keys FOLDER`, then --keys FOLDER",
+            )
+        self._router = None if keys is None else keys.towards("router")
+        if self._router is not None and not self._router.allowed:
+            raise ConfigError("no public key of the router is known", hint="it belongs into allowed/router.pub")
+        self._num_tried_keys = 0
         self._context = context
         self._hello = hello
         self._heartbeat_s = liveness.heartbeat_s
@@ -59,6 +74,8 @@ class WorkerLink:
         """Say Hello, and again every two seconds until the router answers; much later when it refuses us."""
         again_s = REFUSED_AGAIN_S if self.is_refused else HELLO_AGAIN_S
         if not self._joined.is_set() and now - self._hello_sent_s >= again_s:
+            if self._hello_sent_s and not self.is_refused:
+                self._try_next_key()
             self._hello_sent_s = now
             self.send(self._hello)
 
@@ -78,7 +95,7 @@ class WorkerLink:
             raise RuntimeError("the heartbeat thread died; its traceback is above in the log")
         while True:
             try:
-                frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+                frames = [part.bytes for part in receive_parts(self.socket, MAX_PARTS)]
             except zmq.Again:
                 return None
             try:
@@ -119,6 +136,13 @@ class WorkerLink:
         self._hello_sent_s = 0.0
         log.info("the router does not know us any more; joining again as %s", self.worker)
 
+    def _try_next_key(self) -> None:
+        """The router may have another one of the keys that are allowed, while they are being changed."""
+        if self._router is not None and len(self._router.allowed) > 1:
+            self._num_tried_keys += 1
+            self.socket.close(linger=0)
+            self.socket = self._connect(str(self.worker))
+
     def _connect(self, identity: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, identity.encode())
@@ -130,6 +154,8 @@ class WorkerLink:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_TOKEN_FRAME_BYTES)
+        if self._router is not None:
+            use_curve(socket, self._router.own, self._router.allowed[self._num_tried_keys % len(self._router.allowed)])
         socket.connect(self.address)
         return socket
 

@@ -21,6 +21,7 @@ from .commands import (
     doctor,
     explain,
     find,
+    keys,
     plan,
     simulate,
     status,
@@ -91,6 +92,7 @@ def build_app(programs: Programs) -> typer.Typer:
     for command in (_status, _logs, _scale, _down, _chat):
         app.command(command.__name__.removeprefix("_"))(command)
     app.command("doctor")(doctor.doctor_command)
+    app.command("keys")(keys.keys_command)
     app.command("explain")(explain.explain_command)
     app.command("calibrate")(calibrate.calibrate_command)
     app.command("validate")(validate.validate_command)
@@ -123,6 +125,9 @@ def _add_start(app: typer.Typer, programs: Programs) -> None:
         port: Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port; 0 takes any free one.")] = None,
         address: Annotated[str, typer.Option(help="An existing Ray (HOST:PORT), or local: one of our own.")] = "local",
         name: Annotated[str | None, typer.Option(help="Name of the cluster; several can run side by side.")] = None,
+        keys: Annotated[
+            Path | None, typer.Option(help="Folder by `twinpool keys`: closes the workers' sockets.")
+        ] = None,
         detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is ready; it runs on.")] = False,
         timeout: Timeout = 120.0,
         as_json: Json = False,
@@ -131,7 +136,7 @@ def _add_start(app: typer.Typer, programs: Programs) -> None:
 
         It stays in the foreground, and Ctrl-C ends all of it; with --detach it runs on until `twinpool down`.
         """
-        flags = up.SpecFlags(prompt_workers, completion_workers, model, port, name)
+        flags = up.SpecFlags(prompt_workers, completion_workers, model, port, name, keys)
         options = UpOptions(up.build_spec(spec, flags), address, detach, timeout, programs=programs)
         up.run_up(options, Console(stderr=as_json), as_json)
 

@@ -28,6 +28,7 @@ class SpecFlags:
     model: str | None = None
     port: int | None = None
     name: str | None = None
+    keys: Path | None = None
 
 
 def build_spec(file: Path | None, flags: SpecFlags) -> ClusterSpec:
@@ -39,6 +40,7 @@ def build_spec(file: Path | None, flags: SpecFlags) -> ClusterSpec:
         (data["router"], "port", flags.port),
         (data, "model", flags.model),
         (data, "name", flags.name),
+        (data["security"], "keys_folder", None if flags.keys is None else str(flags.keys)),
     ):
         if value is not None:
             section[key] = value

@@ -18,10 +18,11 @@ from pathlib import Path
 from ..config import ClusterSpec, RouterSpec, absolute_model
 from ..cost_profile import load_profile
 from ..protocol.errors import LaunchError
+from ..protocol.keys import load_keys
 from .child import tail_lines
 from .events import Event
 from .ray_session import EMBEDDED
-from .roles import Programs
+from .roles import POOLS, ROUTER, Programs
 from .run_state import RUN_VARIABLE, RunFolder, make_socket_folder
 
 LAUNCHER_LOG = "launcher.log"
@@ -94,7 +95,7 @@ def start_launcher(options: UpOptions) -> StartedLauncher:
     lock = folder.claim()
     try:
         folder.clean_up()
-        spec = _with_paths(_with_port(options.spec))
+        spec = _with_keys(_with_paths(_with_port(options.spec)))
         shutil.rmtree(folder.logs, ignore_errors=True)
         folder.logs.mkdir(parents=True)
         folder.spec.write_text(spec.model_dump_json(indent=2))
@@ -178,6 +179,18 @@ def _with_port(spec: ClusterSpec) -> ClusterSpec:
             ) from error
         router = RouterSpec(**{**spec.router.model_dump(), "port": probe.getsockname()[1]})
     return spec.model_copy(update={"router": router})
+
+
+def _with_keys(spec: ClusterSpec) -> ClusterSpec:
+    """Return the spec with the full path of its keys. Raises ConfigError when a process of it would find none."""
+    if spec.security.keys_folder is None:
+        return spec
+    folder = Path(spec.security.keys_folder).expanduser().absolute()
+    sizes = {"prompt": spec.prompt.num_workers, "completion": spec.completion.num_workers}
+    for name in [ROUTER, *(f"{role}-{i}" for role in POOLS for i in range(sizes[role]))]:
+        load_keys(folder, name)
+    security = spec.security.model_copy(update={"keys_folder": str(folder)})
+    return spec.model_copy(update={"security": security})
 
 
 def _with_paths(spec: ClusterSpec) -> ClusterSpec:

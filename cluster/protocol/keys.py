@@ -22,7 +22,6 @@ from zmq.utils import z85
 from .errors import ConfigError
 
 HOLDER = re.compile(r"router|(prompt|completion)(-\d+)?")
-ROLES = ("router", "prompt", "completion")
 ALLOWED = "allowed"
 PRIVATE_BITS = 0o077  # what nobody but the owner may have of a secret key's file
 KEY_CHARACTERS = 40

@@ -2,7 +2,8 @@
 
 With several routers, all serve the same workers; `at` gives the cluster as the clients of one of them see it.
 `LiveCluster` starts the role programs as the launcher does, waits until they are ready, and at the end asserts what
-must hold after every run: all blocks free or cached, nothing running, every process ended by itself.
+must hold after every run: all blocks free or cached, nothing running, every process ended by itself, and none has run
+code that it found in data (see audited/sitecustomize.py).
 """
 
 import copy
@@ -22,6 +23,7 @@ from typing import Any
 import httpx
 from twinpool.cluster.config import ClusterSpec
 
+AUDITED = Path(__file__).parent / "audited"
 MODULES = {"router": "router", "prompt": "prefill_worker", "completion": "decode_worker"}
 
 
@@ -89,8 +91,10 @@ class LiveCluster:
         finally:
             if kind is not None:
                 sys.stderr.write(self.logs())
+            noted = self.audited()
             codes = self.close()
         assert kind is not None or set(codes.values()) == {0}, f"exit codes {codes}"
+        assert kind is not None or noted == [], "a process ran something that was not there when it started"
 
     def program(self, name: str) -> list[str]:
         """Return what python is told to run as `name`."""
@@ -112,6 +116,8 @@ class LiveCluster:
 
     def start(self, name: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(AUDITED), environment.get("PYTHONPATH")]))
+        environment["TWINPOOL_AUDIT_FOLDER"] = str(self.folder)
         with (self.folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, *self.program(name), *self.arguments(name)]
             self.processes[name] = subprocess.Popen(
@@ -125,7 +131,18 @@ class LiveCluster:
             self.processes[name].wait(10)
 
     def status(self) -> dict[str, Any]:
-        return self._admin.get("http://admin/status").raise_for_status().json()
+        status = self._admin.get("http://admin/status").raise_for_status().json()
+        for worker in status["workers"]:
+            if worker["load"] is not None:
+                self._audit(worker["pid"])
+        return status
+
+    def audited(self) -> list[str]:
+        """Return what was noted of processes that were ready."""
+        return [line for path in self.folder.glob("*.audit") for line in path.read_text().splitlines()]
+
+    def _audit(self, pid: int) -> None:
+        (self.folder / f"{pid}.ready").touch()
 
     def worker(self, name: str) -> dict[str, Any] | None:
         """Return the router's view of one worker, or None when it is not there."""
@@ -134,6 +151,7 @@ class LiveCluster:
     def wait_ready(self, timeout_s: float = 100.0) -> None:
         for view in self._running_views():
             wait_until(lambda v=view: v.is_ready() and v._has_all_workers(), timeout_s, f"{view.router_name} ready")
+            self._audit(self.processes[view.router_name].pid)
 
     def wait_idle(self, timeout_s: float = 20.0) -> None:
         """Wait until nothing runs and every block is free or cached on every worker, in heartbeats newer than now."""

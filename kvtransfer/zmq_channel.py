@@ -187,24 +187,25 @@ class ZmqSender:
                 raise ConnectionError(f"{self.address} is on another machine, which takes keys")
             self.socket.connect(self.address)
             return
-        for key in peer.allowed:
-            use_curve(self.socket, peer.own, key)
-            if self._shakes_hands():
-                return
-        raise ConnectionError(
-            f"{self.address} and this worker do not know each other's keys, or nobody is there; "
-            f"tried {len(peer.allowed)} allowed keys"
-        )
+        if not self._shakes_hands(peer):
+            raise ConnectionError(
+                f"{self.address} and this worker do not know each other's keys, or nobody is there; "
+                f"tried {len(peer.allowed)} allowed keys"
+            )
 
-    def _shakes_hands(self) -> bool:
-        """Connect, and return whether that came to anything; if not, be as if nothing was."""
+    def _shakes_hands(self, peer: PeerKeys) -> bool:
+        """Connect by the first key that the other side turns out to have; False when there is none."""
         with self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
-            self.socket.connect(self.address)
-            is_answered = bool(monitor.poll(int(HANDSHAKE_S * 1000)))
-            self.socket.disable_monitor()
-        if not is_answered:
-            self.socket.disconnect(self.address)
-        return is_answered
+            try:
+                for key in peer.allowed:
+                    use_curve(self.socket, peer.own, key)
+                    self.socket.connect(self.address)
+                    if monitor.poll(int(HANDSHAKE_S * 1000)):
+                        return True
+                    self.socket.disconnect(self.address)
+            finally:
+                self.socket.disable_monitor()
+        return False
 
 
 def choose_address(addresses: Sequence[str]) -> str:

@@ -22,7 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import API, ARCHITECTURE, CODE, OPERATIONS, README, ROOT, SIZING, code_in, shipped_strings, table_under
+from documents import (
+    API,
+    ARCHITECTURE,
+    CODE,
+    KEYS,
+    OPERATIONS,
+    README,
+    ROOT,
+    SIZING,
+    code_in,
+    shipped_strings,
+    table_under,
+)
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from twinpool.cluster.commands.status import COLUMNS
@@ -174,7 +186,9 @@ def test_the_marked_commands_run_as_shown(document: Path, tmp_path: Path, smollm
         reader.clean_up()
 
 
-@pytest.mark.parametrize("document", [README, pytest.param(SIZING, marks=pytest.mark.slow)], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [README, KEYS, pytest.param(SIZING, marks=pytest.mark.slow)], ids=lambda path: path.name
+)
 def test_what_needs_no_cluster_runs_as_shown(document: Path, tmp_path: Path) -> None:
     """What can be simulated is the same everywhere, to the last printed digit."""
     steps = steps_of(document.read_text())

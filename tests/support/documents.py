@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-ARCHITECTURE, API, OPERATIONS, SIZING = (
-    ROOT / "docs" / f"{name}.md" for name in ("architecture", "api", "operations", "sizing")
+ARCHITECTURE, API, KEYS, OPERATIONS, SIZING = (
+    ROOT / "docs" / f"{name}.md" for name in ("architecture", "api", "keys", "operations", "sizing")
 )
 CODE = re.compile(r"`([^`]+)`")
 

@@ -27,7 +27,7 @@ subprocess.run(["true"])
 
 
 def noted(folder: Path, source: str) -> list[str]:
-    (folder / "stray.py").write_text("number = 1\n")
+    (folder / "stray.py").write_text("import collections\nPoint = collections.namedtuple('Point', 'x y')\n")
     environment = {**os.environ, "PYTHONPATH": f"{AUDITED}{os.pathsep}{folder}", "TWINPOOL_AUDIT_FOLDER": str(folder)}
     subprocess.run([sys.executable, "-c", source], env=environment, check=True, timeout=60)
     return [line.split()[0] for path in folder.glob("*.audit") for line in path.read_text().splitlines()]

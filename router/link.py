@@ -24,6 +24,7 @@ from ..cluster.protocol.parts import receive_parts
 log = logging.getLogger(__name__)
 
 MAX_PARTS = 3  # identity, body, tokens
+MAX_IDENTITIES = 1000
 MAX_UNREACHABLE = 1000
 
 NAMED_BY_ZMQ = b"\0"
@@ -44,6 +45,7 @@ class RouterLink:
                 hint="other machines may connect only with keys: `twinpool keys FOLDER`, then --keys FOLDER",
             )
         self._keys = keys
+        self._identities: dict[WorkerId, bytes] = {}  # where messages for a worker go, by when it was heard last
         self.num_malformed = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deliver: Deliver | None = None
@@ -80,7 +82,8 @@ class RouterLink:
     def send(self, worker: WorkerId, message: Message) -> None:
         """Hand `message` to ZMQ, at once. A worker that is not connected is no error here: membership will notice."""
         try:
-            self._socket.send_multipart([str(worker).encode(), *encode(message)], zmq.NOBLOCK)
+            identity = self._identities.get(worker, str(worker).encode())
+            self._socket.send_multipart([identity, *encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._note_unsent(worker, message, error)
         # Whatever touches the socket takes the one signal that ZMQ gives for messages that have just arrived.
@@ -136,10 +139,13 @@ class RouterLink:
         if identity.startswith(NAMED_BY_ZMQ) and _is_well_formed(frames):
             return None  # the last that a connection brought whose worker has made a new one
         try:
-            worker = WorkerId.parse(identity.decode().removesuffix(HEARTBEAT_SUFFIX))
+            name = identity.decode() if self._keys is None else identity.decode().rpartition("/")[0]
+            worker = WorkerId.parse(name.removesuffix(HEARTBEAT_SUFFIX))
             self._check_name(worker, parts[-1])
             message = decode(frames, FROM_WORKER)
             self._check_role(worker, message)
+            if not name.endswith(HEARTBEAT_SUFFIX):
+                self._note_identity(worker, identity)
             return worker, message
         except ImpostorError as error:
             self._refuse(identity, str(error))
@@ -151,6 +157,14 @@ class RouterLink:
         except ValueError as error:
             self._count_malformed(identity, error)
         return None
+
+    def _note_identity(self, worker: WorkerId, identity: bytes) -> None:
+        """With keys an identity ends in a secret of the worker's; the first that it came with stays its own."""
+        if self._keys is not None:
+            known = self._identities.pop(worker, identity)
+            if len(self._identities) >= MAX_IDENTITIES:
+                del self._identities[next(iter(self._identities))]  # silent for longest
+            self._identities[worker] = known
 
     def _check_name(self, worker: WorkerId, part: zmq.Frame) -> None:
         if self._keys is not None and not self._keys.speaks_for(holder_of(part), worker.name):

@@ -6,6 +6,7 @@ incarnation with new sockets, so that no reply meant for the old one can reach u
 """
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -51,6 +52,8 @@ class WorkerLink:
         if self._router is not None and not self._router.allowed:
             raise ConfigError("no public key of the router is known", hint="it belongs into allowed/router.pub")
         self._num_tried_keys = 0
+        # Whoever knows a connection's identity can have it handed over to him, and names are known to other workers.
+        self._secret = "" if keys is None else f"/{secrets.token_hex(16)}"
         self._context = context
         self._hello = hello
         self._heartbeat_s = liveness.heartbeat_s
@@ -145,7 +148,7 @@ class WorkerLink:
 
     def _connect(self, identity: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        socket.setsockopt(zmq.IDENTITY, (identity + self._secret).encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 1000)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)

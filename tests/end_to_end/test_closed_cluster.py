@@ -133,7 +133,7 @@ def test_a_worker_that_has_a_key_and_sends_nonsense_is_dropped_or_cut(closed: Cl
     num_malformed, before_bytes = closed.status()["malformed_messages"], resident_bytes(pid)
     with zmq.Context() as context, closing(context.socket(zmq.DEALER)) as rogue:
         rogue.setsockopt(zmq.LINGER, 0)
-        rogue.setsockopt(zmq.IDENTITY, b"prompt-9/rogue")
+        rogue.setsockopt(zmq.IDENTITY, b"prompt-9/rogue/secret")
         use_curve(rogue, ring.own, ring.keys_of(name)[0])
         with rogue.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
             rogue.connect(f"tcp://127.0.0.1:{port}")
@@ -204,7 +204,7 @@ def send_with_key(cluster: ClosedCluster, bodies: list[bytes]) -> None:
             port, _ = target(cluster, name)
             with closing(context.socket(zmq.DEALER)) as socket_:
                 socket_.setsockopt(zmq.LINGER, 5000)
-                socket_.setsockopt(zmq.IDENTITY, b"prompt-8/canary")
+                socket_.setsockopt(zmq.IDENTITY, b"prompt-8/canary/secret")
                 use_curve(socket_, ring.own, ring.keys_of(name)[0])
                 socket_.connect(f"tcp://127.0.0.1:{port}")
                 for body in bodies:

@@ -59,7 +59,8 @@ def test_nothing_listens_or_connects_beyond_loopback_without_keys(
     """The process ends with exit code 2 before it opens anything, and says what to do."""
     (tmp_path / "spec.json").write_text(json.dumps({"prompt": FAKE, "completion": FAKE, "router": router}))
     command = [sys.executable, "-m", f"twinpool.{module}", "--spec", str(tmp_path / "spec.json")]
-    command += ["--model-folder", str(tiny_llama), "--control", f"ipc://{tmp_path}/control", *flags]
+    control = [] if "--control" in flags else ["--control", f"ipc://{tmp_path}/control"]
+    command += ["--model-folder", str(tiny_llama), *control, *flags]
     environment = {key: value for key, value in os.environ.items() if key != "TWINPOOL_API_KEYS"}
     folder = ["--run-folder", str(tmp_path)]
     done = subprocess.run(

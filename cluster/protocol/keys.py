@@ -21,7 +21,7 @@ from zmq.utils import z85
 
 from .errors import ConfigError
 
-HOLDER = re.compile(r"router|(prompt|completion)(-\d+)?")
+HOLDER = re.compile(r"(router|prompt|completion)(-\d+)?")
 ALLOWED = "allowed"
 PRIVATE_BITS = 0o077  # what nobody but the owner may have of a secret key's file
 KEY_CHARACTERS = 40
@@ -76,7 +76,9 @@ def load_keys(folder: Path, name: str) -> KeyRing:
     """Read what the process `name` needs. Raises ConfigError, which never shows a secret key."""
     _require_curve()
     if not HOLDER.fullmatch(name):
-        raise ConfigError(f"a process named {name!r} has no keys", hint="names are router, prompt-N and completion-N")
+        raise ConfigError(
+            f"a process named {name!r} has no keys", hint="names are router, router-N, prompt-N and completion-N"
+        )
     known = _read_allowed(folder / ALLOWED)
     file = next((f for f in (folder / f"{name}.key", folder / f"{role_of(name)}.key") if f.exists()), None)
     if file is None:

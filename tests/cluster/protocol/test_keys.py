@@ -22,7 +22,12 @@ def secret_in(file: Path) -> str:
 
 
 def test_what_is_made_can_be_loaded_and_only_its_owner_can_read_it(folder: Path) -> None:
-    for name, holder in (("router", "router"), ("prompt-7", "prompt"), ("completion-0", "completion")):
+    for name, holder in (
+        ("router", "router"),
+        ("router-1", "router"),
+        ("prompt-7", "prompt"),
+        ("completion-0", "completion"),
+    ):
         ring = load_keys(folder, name)
         assert ring.own.secret.decode() == secret_in(folder / f"{holder}.key")
         assert ring.own.public == zmq.curve_public(ring.own.secret)

@@ -12,6 +12,7 @@ from typing import Any
 
 LIMIT_S = 0.020
 LIMIT_BYTES = 10 << 20
+TRIES = 20  # processor time is longer, too, while other programs use the caches
 HOSTILE: Sequence[Any] = (
     *(None, True, False, 0, -1, 1, 10**9, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
     *(0.5, -0.0, 1e308, float("nan"), float("inf"), float("-inf")),
@@ -57,22 +58,21 @@ def count_refused(
     decode: Callable[[Any], object], inputs: Iterable[Any], declared: tuple[type[Exception], ...]
 ) -> tuple[int, int]:
     """Decode everything; return how many there were and how many were refused. Any other error fails, and so does
-    whatever takes longer than LIMIT_S of this thread's time, three times in a row."""
+    whatever takes longer than LIMIT_S of this thread's time each time that it is tried."""
     num_all = num_refused = 0
     for data in inputs:
         num_all += 1
         began_s = time.thread_time()
         num_refused += _is_refused(decode, data, declared)
         if time.thread_time() - began_s > LIMIT_S:
-            took_s = min(_timed(decode, data, declared) for _ in range(2))
-            assert took_s <= LIMIT_S, f"{took_s:.3f} s for {str(data)[:200]}"
+            assert any(_timed(decode, data, declared) <= LIMIT_S for _ in range(TRIES)), str(data)[:200]
     return num_all, num_refused
 
 
 def assert_small(decode: Callable[[Any], object], inputs: Iterable[Any], declared: tuple[type[Exception], ...]) -> None:
     """Each input takes less than LIMIT_BYTES beside itself, and less than LIMIT_S."""
     for data in inputs:
-        assert min(_timed(decode, data, declared) for _ in range(3)) <= LIMIT_S, str(data)[:200]
+        assert any(_timed(decode, data, declared) <= LIMIT_S for _ in range(TRIES)), str(data)[:200]
         tracemalloc.start()
         try:
             _is_refused(decode, data, declared)

@@ -36,11 +36,12 @@ time.time, time.time_ns = jumping, lambda: int(jumping() * 1e9)
 def cluster(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     """Two fake workers a pool with the default limits; in every process the wall clock jumps."""
     folder = tmp_path_factory.mktemp("jumping")
-    (folder / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    (folder / "jumping_clock.py").write_text(JUMPING_CLOCK)
     pool = {"num_workers": 2, "engine": {"kind": "fake", "num_blocks": 64, "fake_seconds_per_row": 0.005}}
     spec = {"prompt": pool, "completion": pool, "log_format": "json"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("TWINPOOL_ALSO", "jumping_clock")
         with LiveCluster(tiny_llama, spec) as cluster:
             yield cluster
 

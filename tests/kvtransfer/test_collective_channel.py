@@ -77,7 +77,7 @@ class Bench:
         self.senders: list[CollectiveSender] = []
 
     def connect(self) -> CollectiveSender:
-        socket = ZmqSender(self.context, self.receiver.addresses, MAX_FRAME_BYTES, 5.0, ANNOUNCING_FROM_RECEIVER)
+        socket = ZmqSender(self.context, self.receiver.addresses, MAX_FRAME_BYTES, 5.0, kinds=ANNOUNCING_FROM_RECEIVER)
         self.senders.append(CollectiveSender(socket, self.settings, 4 << 20, lambda: None))
         return self.senders[-1]
 
@@ -204,7 +204,7 @@ def test_who_asks_for_no_payload_is_given_up(context: Context, socket_folder: Pa
     """The outbox is bounded. A receiver that never says Go fails the connection, and with it goes what is in there."""
     settings = CommunicatorSettings("gloo", lambda rank: GlooGroup(rank, "127.0.0.1"), 5.0, 0.3, 10.0, not_stuck)
     with closing(ZmqReceiver(context, socket_folder / "kv", MAX_FRAME_BYTES, kinds=ANNOUNCING_FROM_SENDER)) as mute:
-        socket = ZmqSender(context, mute.addresses, MAX_FRAME_BYTES, 5.0, ANNOUNCING_FROM_RECEIVER)
+        socket = ZmqSender(context, mute.addresses, MAX_FRAME_BYTES, 5.0, kinds=ANNOUNCING_FROM_RECEIVER)
         with closing(CollectiveSender(socket, settings, 2500, lambda: None)) as sender:
             for number in range(2):
                 sender.send(kv_frame(number, bytes(1000)), bytes(1000))

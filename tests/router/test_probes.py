@@ -56,8 +56,8 @@ def hello(role: str) -> Hello:
     )
 
 
-def beat(num_free_blocks: int = 10) -> Heartbeat:
-    return Heartbeat(progress=1, is_busy=False, load=Load(num_blocks=10, num_free_blocks=num_free_blocks))
+def beat(num_free_blocks: int = 10, progress: int = 1) -> Heartbeat:
+    return Heartbeat(progress=progress, is_busy=False, load=Load(num_blocks=10, num_free_blocks=num_free_blocks))
 
 
 def new_core() -> RouterCore:
@@ -208,8 +208,8 @@ def test_nobody_answers_and_the_probe_ends_by_its_deadline(core: str, stops: lis
     seen: list[CoreCommand] = []
     for tenths in range(10, 262):
         now = tenths / 10
-        asked.on_message(P, beat(), now)
-        asked.on_message(D, beat(), now)
+        asked.on_message(P, beat(progress=tenths), now)
+        asked.on_message(D, beat(progress=tenths), now)
         assert not seen or now > 26.0
         seen += asked.tick(now)
     assert seen == [*stops, ProbeEnded("p", ProbeRefusal("no answer within 25 s"))]

@@ -71,7 +71,8 @@ def test_the_simulation_reaches_what_it_is_meant_to_test() -> None:
     assert sum(worker.core.receiver.num_dropped_frames for cl in clusters for worker in cl.completions) >= 10
     failures = [c.terminal for cl in clusters for c in cl.clients.values() if isinstance(c.terminal, GenerationFailed)]
     assert sum(failure.code == "timeout" for failure in failures) >= 100
-    lost = " | ".join(incident.what for cluster in clusters for incident in cluster.router.incidents)
+    routers = [router for cluster in clusters for router in cluster.routers]
+    lost = " | ".join(incident.what for router in routers for incident in router.core.incidents)
     for reason in ("no heartbeat", "without progress", "replaced by a new process", "gone: stopped"):
         assert lost.count(reason) >= 3, reason
     assert all(timeline.return_s >= 0 for timeline in timelines), "I5: the stages exceed the TTFT"

@@ -80,7 +80,7 @@ class CompletionSide:
             case KVFrame():
                 return self.core.frame(received.message, received.payload.nbytes, received.is_intact, now)
             case Done():
-                return self.core.done(received.message, now)
+                return self.core.done(received.message)
             case Cancelled():
                 return self.core.cancelled(received.message)
             case _:

@@ -94,7 +94,7 @@ class LiveCluster:
             noted = self.audited()
             codes = self.close()
         assert kind is not None or set(codes.values()) == {0}, f"exit codes {codes}"
-        assert kind is not None or noted == [], "a process ran something that was not there when it started"
+        assert kind is not None or noted == [], f"a process ran what was not there when it started: {noted}"
 
     def program(self, name: str) -> list[str]:
         """Return what python is told to run as `name`."""

@@ -203,10 +203,13 @@ class Cluster:
 
     def _hang_up(self, request_id: str) -> None:
         client = self.clients.get(request_id)
-        if client is not None and client.terminal is None and not client.is_gone:
+        if client is not None:
+            client.router.when_awake(lambda: self._leave(client))  # before that nobody knows
+
+    def _leave(self, client: Client) -> None:
+        if client.terminal is None and not client.is_gone:
             client.is_gone = True
-            cancel = lambda r=client.router: r.execute(r.core.cancel(request_id, self.sim.now))  # noqa: E731
-            client.router.when_awake(cancel)
+            client.router.execute(client.router.core.cancel(client.request.request_id, self.sim.now))
 
     def _stop_reading(self, client: Client) -> None:
         """Its text holds a stop string: the router ends it for the reader, unless something else did meanwhile."""

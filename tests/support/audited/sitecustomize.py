@@ -1,12 +1,15 @@
 """Loaded by Python at the start of every role process of a live cluster: notes what could run code found in data.
 
 Only once the process is ready, which whoever runs the cluster says by a file. Modules from the disk, and what they
-generate while they are imported (a named tuple, say), are no such code. Notes go to `PID.audit` in the folder of the
-environment variable; without one nothing is noted.
+generate while they are imported (a named tuple, say), are no such code; nor is a line of them that is parsed, not run,
+to be shown in a traceback. Notes go to `PID.audit` in the folder of the environment variable; without one nothing is
+noted. Python loads one module of this name only: a test that wants another loaded as well names it in TWINPOOL_ALSO.
 """
 
+import importlib
 import os
 import sys
+import traceback
 from typing import Any
 
 FOLDER = os.environ.get("TWINPOOL_AUDIT_FOLDER")
@@ -27,7 +30,7 @@ def is_of_a_file(event: str, arguments: tuple[Any, ...]) -> bool:
         return False
     name = arguments[1] if event == "compile" else getattr(arguments[0], "co_filename", None)
     name = os.fsdecode(name) if isinstance(name, str | bytes) else ""
-    return name.startswith("<frozen ") or os.path.isfile(name) or is_importing()
+    return name.startswith("<frozen ") or os.path.isfile(name) or is_importing() or is_shown(event)
 
 
 def is_importing() -> bool:
@@ -40,5 +43,17 @@ def is_importing() -> bool:
     return False
 
 
+def is_shown(event: str) -> bool:
+    """Return whether a line is parsed for a traceback."""
+    frame = sys._getframe(1)
+    while event == "compile" and frame is not None:
+        if frame.f_code.co_filename == traceback.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 if FOLDER is not None:
     sys.addaudithook(note)
+if "TWINPOOL_ALSO" in os.environ:
+    importlib.import_module(os.environ["TWINPOOL_ALSO"])

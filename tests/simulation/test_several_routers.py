@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from simulated_cluster import Client, Cluster
 from simulated_network import Faults
-from simulated_workers import BLOCK_SIZE
 from simulated_router import SimulatedRouter
+from simulated_workers import BLOCK_SIZE
 from twinpool.router.generation import Finished
 
 SEEDS_A_TEST = 20

@@ -9,6 +9,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEEDS ?= 20000
+SHARE ?= 1
+SOAK_S ?= 1200
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 18
@@ -59,9 +61,9 @@ litellm: $(LITELLM)/.installed ## Install the client litellm for its test
 # The long tests that start processes come one after another: each is a load for both cores.
 ONE_BY_ONE := tests/end_to_end tests/cluster/test_launch.py tests/cluster/test_cli.py
 
-test-slow: setup browser litellm ## The long suites; SEEDS=N sets how many seeds the simulation runs
+test-slow: setup browser litellm ## The long suites; less with SEEDS=N of the simulation, SOAK_S=N seconds, SHARE=0.1 of the faults
 	TWINPOOL_SEEDS=$(SEEDS) $(BIN)/pytest -m slow -n 2 $(ONE_BY_ONE:%=--ignore=%)
-	$(BIN)/pytest -m slow $(ONE_BY_ONE)
+	TWINPOOL_SOAK_S=$(SOAK_S) TWINPOOL_SHARE=$(SHARE) $(BIN)/pytest -m slow $(ONE_BY_ONE)
 
 planted-bugs: setup ## Plant each bug of tests/planted_bugs in a copy, and see the tests named for it fail; BUGS=NAME
 	$(BIN)/python tests/support/planted_bugs.py $(BUGS)

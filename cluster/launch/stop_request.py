@@ -1,10 +1,13 @@
 """A wish to stop that a signal handler may express.
 
 `threading.Event` takes a lock to be set: a handler that interrupts the very thread that waits for the event, between
-two of its instructions, would wait for itself. `SimpleQueue.put` is made to be called there.
+two of its instructions, would wait for itself. `queue.SimpleQueue` has no such lock, but in Python 3.11 a `get` that a
+signal interrupts just before its time is over waits for ever. A descriptor has neither: it is written to by the
+handler, and select ends in time.
 """
 
-from queue import Empty, SimpleQueue
+import os
+import select
 
 
 class StopRequest:
@@ -12,11 +15,11 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def set(self) -> None:
         self._is_set = True
-        self._wake.put(None)
+        os.eventfd_write(self._event_fd, 1)
 
     def is_set(self) -> bool:
         return self._is_set
@@ -28,8 +31,9 @@ class StopRequest:
         the only one that runs handlers.
         """
         if not self._is_set:
-            try:
-                self._wake.get(timeout=timeout_s)
-            except Empty:
-                return False
-        return True
+            select.select([self._event_fd], [], [], timeout_s)
+        return self._is_set
+
+    def close(self) -> None:
+        """Nobody sets it any more, or waits."""
+        os.close(self._event_fd)

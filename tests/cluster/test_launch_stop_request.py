@@ -17,11 +17,13 @@ for _ in range(3000):
     signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-4))
     while not request.wait(2e-5):
         pass
+    request.close()
 """
 
 
 def test_a_signal_in_mid_wait_is_heard() -> None:
-    """The same program with a `threading.Event` waits for itself for ever after some hundred signals."""
+    """The same program waits for ever after some hundred signals with a `threading.Event`, which has no `close`; and,
+    with other programs running, after some thousand with a `queue.SimpleQueue`."""
     program = SIGNALLED_WHILE_WAITING.format(kind="StopRequest")
     done = subprocess.run([sys.executable, "-P", "-c", program], timeout=60.0, check=False)
     assert done.returncode == 0
@@ -36,3 +38,4 @@ def test_a_wish_stays() -> None:
     assert request.is_set()
     assert request.wait(0.0)
     assert request.wait(0.0)
+    request.close()

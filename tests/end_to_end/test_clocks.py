@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from live_cluster import LiveCluster, wait_until
+from share import share_of
 from twinpool.engine.fake import expected_tokens
 
 VOCAB_SIZE = 260
@@ -87,7 +88,9 @@ def test_a_wall_clock_that_jumps_by_an_hour_changes_nothing(cluster: LiveCluster
     cluster.wait_idle()
 
 
-@pytest.mark.parametrize("num_stalls", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "num_stalls", [1, pytest.param(share_of(20), marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
 def test_a_router_that_stood_still_declares_nobody_dead(cluster: LiveCluster, num_stalls: int) -> None:
     """SIGSTOP for longer than any worker may be silent, in the midst of answers: they go on, and are right."""
     before = incarnations(cluster)

@@ -12,6 +12,7 @@ from live_cluster import LiveCluster, wait_until
 from nemesis import PROMPT_MOMENTS, KillAt, paused
 from proxied_cluster import ProxiedCluster
 from reports import report
+from share import share_of
 from twinpool.cluster.role import EXIT_HUNG
 from twinpool.engine.fake import expected_tokens
 
@@ -61,7 +62,7 @@ def kill_rounds(cluster: ProxiedCluster, victim: str, moments: list[str]) -> lis
     "moments",
     [
         pytest.param(["granted", "middle frame"], id="two moments"),
-        pytest.param(list(PROMPT_MOMENTS) * 10, id="60 kills", marks=slow),
+        pytest.param(list(PROMPT_MOMENTS) * share_of(10), id="60 kills", marks=slow),
     ],
 )
 def test_a_prompt_worker_killed_in_mid_transfer_costs_no_answer(cluster: ProxiedCluster, moments: list[str]) -> None:
@@ -70,14 +71,18 @@ def test_a_prompt_worker_killed_in_mid_transfer_costs_no_answer(cluster: Proxied
     assert sum(answer.is_complete for answer in answers) >= 0.95 * len(answers)
 
 
-@pytest.mark.parametrize("num_kills", [pytest.param(1, id="one kill"), pytest.param(60, id="60 kills", marks=slow)])
+@pytest.mark.parametrize(
+    "num_kills", [pytest.param(1, id="one kill"), pytest.param(share_of(60), id="60 kills", marks=slow)]
+)
 def test_a_completion_worker_killed_in_mid_stream_costs_no_answer(cluster: ProxiedCluster, num_kills: int) -> None:
     """R3: kill -9 among streams, 8 in flight; they go on by another prefill, with the same tokens."""
     answers = kill_rounds(cluster, "completion-0", ["streaming"] * num_kills)
     assert all(answer.is_complete for answer in answers), [answer.ends for answer in answers]
 
 
-@pytest.mark.parametrize("num_kills", [pytest.param(1, id="one kill"), pytest.param(10, id="10 kills", marks=slow)])
+@pytest.mark.parametrize(
+    "num_kills", [pytest.param(1, id="one kill"), pytest.param(share_of(10), id="10 kills", marks=slow)]
+)
 def test_a_killed_router_comes_back_to_its_workers(cluster: LiveCluster, num_kills: int) -> None:
     """R4: 8 in flight; the same workers are back in 3 s, and what they held is free in time.
 
@@ -147,7 +152,7 @@ EVERY_PAUSE = [(name, s) for name in ("prompt-0", "completion-0", "router") for 
     "pauses",
     [
         pytest.param([("prompt-0", 1.0), ("completion-0", 5.0), ("router", 3.0)], id="each role"),
-        pytest.param(EVERY_PAUSE * 4, id="36 pauses", marks=slow),
+        pytest.param(EVERY_PAUSE * share_of(4), id="36 pauses", marks=slow),
     ],
 )
 def test_a_process_that_is_stopped_and_goes_on_costs_no_answer(

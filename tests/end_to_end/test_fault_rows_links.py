@@ -18,6 +18,7 @@ from live_cluster import wait_until
 from nemesis import clog_and_release
 from proxied_cluster import ProxiedCluster
 from reports import report
+from share import share_of
 
 ENGINE = {"kind": "fake", "num_blocks": 256, "max_num_batched_tokens": 32, "fake_seconds_per_row": 0.005}
 POOLS: dict[str, Any] = {pool: {"num_workers": 2, "engine": ENGINE} for pool in ("prompt", "completion")}
@@ -53,7 +54,7 @@ PARTITIONS = [(ways, s) for ways in ("both", "kv", "answers") for s in (1.0, 5.0
     "partitions",
     [
         pytest.param([("both", 1.0), ("kv", 5.0)], id="two"),
-        pytest.param(PARTITIONS * 2, id="18", marks=slow),
+        pytest.param(PARTITIONS * share_of(2), id="18", marks=slow),
     ],
 )
 def test_pools_that_cannot_reach_each_other_lose_no_answer(
@@ -78,7 +79,9 @@ def test_pools_that_cannot_reach_each_other_lose_no_answer(
         invariants.check(len(partitions))
 
 
-@pytest.mark.parametrize("num_rounds", [pytest.param(2, id="2 rounds"), pytest.param(30, id="30 rounds", marks=slow)])
+@pytest.mark.parametrize(
+    "num_rounds", [pytest.param(2, id="2 rounds"), pytest.param(share_of(30), id="30 rounds", marks=slow)]
+)
 def test_links_that_stop_and_go_in_random_order_harm_nobody(cluster: ProxiedCluster, num_rounds: int) -> None:
     """R8: all six links stalled one by one, and let go one by one, under load; from quick rounds to long ones."""
     with asker_of(cluster) as asker:
@@ -109,7 +112,7 @@ def test_a_half_open_control_link_is_noticed_before_anybody_needs_it(cluster: Pr
         invariants.check(2)
 
 
-@pytest.mark.parametrize("num_times", [pytest.param(1, id="once"), pytest.param(8, id="8 times", marks=slow)])
+@pytest.mark.parametrize("num_times", [pytest.param(1, id="once"), pytest.param(share_of(8), id="8 times", marks=slow)])
 def test_a_half_open_data_link_delays_its_requests_and_loses_none(cluster: ProxiedCluster, num_times: int) -> None:
     """R9: the KV connection dies unseen while it idles; traffic comes 4 s later, and the link 4 s after that."""
     with asker_of(cluster) as asker:

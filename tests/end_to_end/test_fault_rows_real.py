@@ -10,6 +10,7 @@ from nemesis import PROMPT_MOMENTS, KillAt
 from prompts import texts
 from proxied_cluster import ProxiedCluster
 from reports import report
+from share import share_of
 from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -21,7 +22,7 @@ SPEC: dict[str, Any] = {
     "transfer": {"min_frame_bytes": 1, "max_frame_bytes": 1 << 18},
     "router": {"max_queue_wait_s": 600},
 }
-NUM_KILLS = 10
+NUM_KILLS = share_of(10)
 
 
 @pytest.fixture(scope="module")

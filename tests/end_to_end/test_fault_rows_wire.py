@@ -9,6 +9,7 @@ from frame_proxy import Faults
 from invariants import Answer, Asker, Invariants
 from proxied_cluster import ProxiedCluster, is_kv
 from reports import report
+from share import share_of
 
 FAKE = {"num_workers": 2, "engine": {"kind": "fake", "num_blocks": 256, "fake_seconds_per_row": 0.0005}}
 SPEC = {"prompt": FAKE, "completion": FAKE}
@@ -59,7 +60,7 @@ def how_they_ended(answers: list[Answer]) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("num_requests", "drop"),
-    [(60, 0.03), pytest.param(1000, 0.01, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    [(60, 0.03), pytest.param(share_of(1000), 0.01, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
 )
 def test_rough_data_links_cost_attempts_and_no_answer(cluster: ProxiedCluster, num_requests: int, drop: float) -> None:
     """R10: of messages 1 % are lost, 5 % doubled, 5 % swapped, all up to 200 ms late, KV and the answers to it."""
@@ -90,7 +91,9 @@ def test_a_frame_that_comes_twice_has_no_effect(cluster: ProxiedCluster) -> None
         assert tally.num_dropped_frames == tally.done["duplicated"]
 
 
-@pytest.mark.parametrize("num_faults", [40, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "num_faults", [40, pytest.param(share_of(500), marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
 def test_every_damaged_frame_is_noticed(cluster: ProxiedCluster, num_faults: int) -> None:
     """R11: bit flips and cut payloads; as many frames are refused as were damaged, and every answer is right."""
     with Asker(cluster, num_tokens=8) as asker:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from live_cluster import LiveCluster, wait_until
+from share import share_of
 from twinpool.engine.fake import expected_tokens
 
 VOCAB_SIZE = 260  # of the tiny models' tokenizer
@@ -55,5 +56,5 @@ def test_over_gloo_a_killed_worker_costs_no_answer(tiny_llama: Path) -> None:
 def test_over_gloo_worker_after_worker_is_killed(tiny_llama: Path, victim: str) -> None:
     """Ten times the same one, under more load: nothing is used up by it."""
     with LiveCluster(tiny_llama, {"prompt": FAKE, "completion": FAKE, "transfer": GLOO}) as cluster:
-        for _ in range(10):
+        for _ in range(share_of(10)):
             kill_in_mid_load(cluster, victim, 16)

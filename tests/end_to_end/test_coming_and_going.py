@@ -72,15 +72,20 @@ def refusals_s(cluster: LiveCluster, count: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("leave", "come_back"), [(pause, go_on), pytest.param(kill, start, marks=[pytest.mark.slow])], ids=["pause", "kill"]
+    ("leave", "come_back", "num_times"),
+    [
+        pytest.param(kill, start, 2, id="kill twice"),
+        pytest.param(kill, start, 5, id="kill", marks=[pytest.mark.slow]),
+        pytest.param(pause, go_on, 5, id="pause", marks=[pytest.mark.slow]),
+    ],
 )
 @pytest.mark.timeout(400)
-def test_all_workers_go_and_come_back_five_times(pair: LiveCluster, leave: Any, come_back: Any) -> None:
+def test_all_workers_go_and_come_back(pair: LiveCluster, leave: Any, come_back: Any, num_times: int) -> None:
     """Meanwhile a 503 at once, not a wait; afterwards an answer within three seconds, and the right one."""
     names = pair.names[1:]
     refused_s: list[float] = []
     back_s: list[float] = []
-    for number in range(5):
+    for number in range(num_times):
         leave(pair, names)
         wait_until(lambda: not pair.status()["workers"], 20, "all workers gone")
         assert pair.client.get("/health/ready").status_code == 503

@@ -37,6 +37,7 @@ def names(cluster: LiveCluster) -> dict[str, tuple[int, str]]:
     return {worker["name"]: (worker["pid"], worker["incarnation"]) for worker in cluster.status()["workers"]}
 
 
+@pytest.mark.slow
 def test_both_serve_the_same_workers_at_once(cluster: LiveCluster) -> None:
     """32 requests through each: right answers; each router knows the same processes, by names of its own."""
     first, second = cluster.at(0), cluster.at(1)
@@ -101,6 +102,7 @@ def test_a_router_that_stands_still_leaves_the_other_one_s_streams_alone(cluster
     assert all(what.startswith("joined") for what in incidents), incidents
 
 
+@pytest.mark.slow
 def test_a_worker_s_death_costs_neither_router_an_answer(cluster: LiveCluster) -> None:
     with ThreadPoolExecutor(16) as pool:
         futures = [pool.submit(ask, cluster.at(number % 2), number, 150) for number in range(16)]

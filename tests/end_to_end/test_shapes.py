@@ -64,11 +64,12 @@ def test_every_byte_finds_its_place(
     ("blocks", "transfer"),
     [
         (((16, 60), (24, 60)), {**SMALL_FRAMES, "transport": "gloo"}),
-        pytest.param(((8, 100), (24, 60)), SMALL_FRAMES, marks=pytest.mark.slow),
-        pytest.param(((64, 12), (16, 90)), ONE_FRAME, marks=pytest.mark.slow),
-        pytest.param(((32, 30), (16, 90)), {**ONE_FRAME, "transport": "gloo"}, marks=pytest.mark.slow),
+        (((8, 100), (24, 60)), SMALL_FRAMES),
+        (((64, 12), (16, 90)), ONE_FRAME),
+        (((32, 30), (16, 90)), {**ONE_FRAME, "transport": "gloo"}),
     ],
 )
+@pytest.mark.slow
 def test_a_real_model_answers_as_generate_does(
     tiny_llama: Path,
     blocks: tuple[tuple[int, int], tuple[int, int]],

@@ -254,8 +254,9 @@ def main() -> None:
     print_header("recovery: workers that die or hang under a steady load of streams")
     folder = fetch_model("smollm2")
     with TemporaryDirectory() as path:
-        (Path(path) / "sitecustomize.py").write_text(HANG)
+        (Path(path) / "hang.py").write_text(HANG)
         os.environ["PYTHONPATH"] = path
+        os.environ["TWINPOOL_ALSO"] = "hang"
         with LiveCluster(folder, spec(given)) as cluster:
             faults, answers = run(cluster, given)
             show(faults, answers)

@@ -194,6 +194,7 @@ def test_a_soak_with_faults(fake: LiveCluster) -> None:
     assert ask_all(fake, prompts) == right
 
 
+@pytest.mark.skipif(SOAK_S < 600, reason="the chat model needs minutes between its faults: TWINPOOL_SOAK_S from 600 on")
 def test_a_soak_of_the_chat_model_with_faults(real: LiveCluster, smollm2: Path) -> None:
     """The answers of an undisturbed cluster, to the last token, before, meanwhile and afterwards."""
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))

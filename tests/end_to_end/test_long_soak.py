@@ -98,7 +98,8 @@ def ask_all(cluster: LiveCluster, prompts: Prompts) -> list[Answer]:
         body = cluster.complete(**fields, return_token_ids=True, ignore_eos=True)
         return body["choices"][0]["token_ids"]
 
-    with ThreadPoolExecutor(4) as threads:
+    # More at once than the load will be: the KV blocks that it uses have been touched by then, and are no growth.
+    with ThreadPoolExecutor(2 * NUM_CLIENTS) as threads:
         return list(threads.map(ask, islice(cycle(prompts), NUM_COMPARED)))
 
 

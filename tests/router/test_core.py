@@ -211,3 +211,13 @@ def test_costs_of_another_model_are_not_used_and_said_so() -> None:
     other = RouterCore(SPEC, "router-1", profile)
     other.on_message(P, hello("PROMPT", identity=fits), 0.0)
     assert not any("costs" in what for _, what in incidents(other))
+
+
+def test_a_worker_that_is_silent_since_a_connection_closed_is_gone_when_suspect() -> None:
+    core = core_with_pair()
+    core.connection_lost(0.1)
+    for tenth in range(1, 22):
+        core.on_message(P, beat(progress=tenth), tenth / 10)
+        core.tick(tenth / 10)
+    assert core.membership.get(D) is None
+    assert core.membership.get(P) is not None

@@ -152,6 +152,8 @@ def test_an_attempt_that_failed_on_a_pair_is_not_given_to_the_same_pair_again(
     router = Router(prompts, completions)
     router.submit("a")
     router.grant("a")
+    if len(prompts) + len(completions) > 2:
+        router.running("b")  # on the other pair, which is busier from now on, and was chosen last
     sent = router.gets(P0, failed_transfer())
     ((_, completion, _),) = asked(sent)
     ((prompt, _),) = router.grant("a", completion, attempt=2)
